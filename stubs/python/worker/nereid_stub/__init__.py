@@ -1,0 +1,1 @@
+"""The interpreter's side of the Python stub; see worker.py."""

@@ -1,0 +1,44 @@
+"""The frames of the data channel. docs/frame-layout.md says the same in words; the vectors in
+internal/wire/testdata are read by the tests of both sides."""
+
+import struct
+
+REQUEST, RELEASE, CANCEL, SEGMENT, DROP, RESPONSE = 1, 2, 3, 4, 5, 16
+MORE, ALL_OUTPUTS = 1, 2
+FINAL, ERROR, FAILED, KEEPS_INPUTS = 1, 2, 4, 8
+ACCESS_INPUT, ACCESS_REGION, ACCESS_OUTPUT = 0, 1, 2
+FIRST_OUTPUT_SEGMENT = 1 << 31
+
+HEADER = struct.Struct("<IBBHQ")
+REQUEST_HEAD = struct.Struct("<IBBHQQQIIHHIH6x")
+TENSOR = struct.Struct("<HBBIQQ")
+RESPONSE_HEAD = struct.Struct("<IBBHQqqB3xI")
+SEGMENT_BODY = struct.Struct("<IBBHQI4xQ")
+PLACE = struct.Struct("<QQ")
+DIMS = [struct.Struct("<%dq" % rank) for rank in range(256)]
+
+
+def response(request_id, flags, begin, end, code, message, outputs):
+    """A response frame; outputs: (index, datatype, shape, segment, offset, byte size)."""
+    parts = [None]
+    size = RESPONSE_HEAD.size + len(message)
+    for index, datatype, shape, segment, offset, byte_size in outputs:
+        rank = len(shape)
+        parts.append(TENSOR.pack(index, datatype, rank, segment, offset, byte_size))
+        parts.append(DIMS[rank].pack(*shape))
+        size += 24 + 8 * rank
+    parts[0] = RESPONSE_HEAD.pack(
+        size, RESPONSE, flags, len(outputs), request_id, begin, end, code, len(message)
+    )
+    parts.append(message)
+    return b"".join(parts)
+
+
+def segment(number, access, byte_size):
+    """The frame that announces a segment; its descriptor travels with it."""
+    return SEGMENT_BODY.pack(SEGMENT_BODY.size, SEGMENT, 0, 0, number, access, byte_size)
+
+
+def release_inputs(request_id):
+    """The frame that says that nothing refers to the inputs of a request any more."""
+    return HEADER.pack(HEADER.size, RELEASE, 0, 0, request_id)
