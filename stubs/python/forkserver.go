@@ -25,7 +25,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-//go:embed worker
+//go:embed all:worker
 var worker embed.FS
 
 // Interpreter finds the Python to run a model with. env is its EXECUTION_ENV_PATH: a virtual
