@@ -9,6 +9,7 @@ import (
 	"net"
 	"os"
 	"os/signal"
+	"runtime/debug"
 	"strings"
 	"syscall"
 	"text/tabwriter"
@@ -64,6 +65,11 @@ func serve(s *settings) error {
 		logger.Error("second signal: ending at once")
 		os.Exit(1)
 	}()
+	// The heap is small, as tensors are not on it: collecting it at twice its size would be
+	// most of the collector's work for nothing.
+	if os.Getenv("GOGC") == "" {
+		debug.SetGCPercent(400)
+	}
 	began := time.Now()
 	h, err := host.Start(starting, s.host)
 	var failed *host.LoadError

@@ -193,6 +193,7 @@ func (p *Params) Add(key string, value any) error {
 			r.Priority = uint32(min(n, math.MaxUint32))
 		}
 	case "binary_data_output":
+	case "triton_enable_empty_final_response": // of streams; it says nothing to a unary call
 	default:
 		if len(key) >= 7 && key[:7] == "triton_" {
 			return errcode.Errorf(errcode.InvalidArg, "parameter keys starting with 'triton_' are reserved for Triton usage: '%s'", key)

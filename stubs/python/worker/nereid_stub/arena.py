@@ -34,17 +34,21 @@ class Arena:
         self.limit = limit
         self.total = 0
         self.segments = []  # memoryviews, by number from wire.FIRST_OUTPUT_SEGMENT on
-        self.free = {}  # lease size -> [(number, offset)]
+        self.free = {}  # lease size -> [lease]
+        self.sizes = {}  # byte size -> lease size
         self.spans = []  # [number, offset, length]
         self.fresh = []  # (number, fd, byte size) of segments to announce
 
     def lease(self, n):
-        """(segment number, offset, lease size) of n bytes. Raises Full."""
-        size = lease_size(n)
+        """A lease of n bytes: (segment number, offset, lease size, buffer). Raises Full."""
+        size = self.sizes.get(n)
+        if size is None:
+            size = lease_size(n)
+            if len(self.sizes) < 4096:
+                self.sizes[n] = size
         free = self.free.get(size)
         if free:
-            number, offset = free.pop()
-            return number, offset, size
+            return free.pop()
         place = self._cut(size)
         if place is None:
             if not self._grow(size):
@@ -55,7 +59,8 @@ class Arena:
                 "no room for %d bytes in an arena of at most %d bytes; raise --output-arena-byte-size"
                 % (n, self.limit)
             )
-        return place[0], place[1], size
+        number, offset = place
+        return number, offset, size, self.segments[number - wire.FIRST_OUTPUT_SEGMENT][offset : offset + size]
 
     def _cut(self, size):
         fitting = [s for s in self.spans if s[2] >= size]
@@ -86,7 +91,7 @@ class Arena:
 
     def _merge(self):
         pieces = sorted(
-            self.spans + [[n, o, size] for size, places in self.free.items() for n, o in places]
+            self.spans + [[n, o, size] for leases in self.free.values() for n, o, size, _ in leases]
         )
         self.free, self.spans = {}, []
         for number, offset, length in pieces:
@@ -96,8 +101,5 @@ class Arena:
             else:
                 self.spans.append([number, offset, length])
 
-    def release(self, number, offset, size):
-        self.free.setdefault(size, []).append((number, offset))
-
-    def view(self, number, offset, n):
-        return self.segments[number - wire.FIRST_OUTPUT_SEGMENT][offset : offset + n]
+    def release(self, lease):
+        self.free.setdefault(lease[2], []).append(lease)

@@ -12,26 +12,28 @@ FIRST_OUTPUT_SEGMENT = 1 << 31
 HEADER = struct.Struct("<IBBHQ")
 REQUEST_HEAD = struct.Struct("<IBBHQQQIIHHIH6x")
 TENSOR = struct.Struct("<HBBIQQ")
-RESPONSE_HEAD = struct.Struct("<IBBHQqqB3xI")
 SEGMENT_BODY = struct.Struct("<IBBHQI4xQ")
 PLACE = struct.Struct("<QQ")
 DIMS = [struct.Struct("<%dq" % rank) for rank in range(256)]
 
 
-def response(request_id, flags, begin, end, code, message, outputs):
-    """A response frame; outputs: (index, datatype, shape, segment, offset, byte size)."""
-    parts = [None]
-    size = RESPONSE_HEAD.size + len(message)
-    for index, datatype, shape, segment, offset, byte_size in outputs:
-        rank = len(shape)
-        parts.append(TENSOR.pack(index, datatype, rank, segment, offset, byte_size))
-        parts.append(DIMS[rank].pack(*shape))
-        size += 24 + 8 * rank
-    parts[0] = RESPONSE_HEAD.pack(
-        size, RESPONSE, flags, len(outputs), request_id, begin, end, code, len(message)
+_RESPONSES = {(): struct.Struct("<IBBHQqqB3xI")}  # by the ranks of the outputs
+
+
+def response(request_id, flags, begin, end, code, message, ranks, fields):
+    """A response frame. fields has, for each output: index, datatype, rank, segment, offset,
+    byte size, dimensions; all in one flat list, for they are packed in one call."""
+    layout = _RESPONSES.get(ranks)
+    if layout is None:
+        form = "<IBBHQqqB3xI" + "".join("HBBIQQ%dq" % rank for rank in ranks)
+        layout = struct.Struct(form)
+        if len(_RESPONSES) < 1024:
+            _RESPONSES[ranks] = layout
+    size = layout.size + len(message)
+    return (
+        layout.pack(size, RESPONSE, flags, len(ranks), request_id, begin, end, code, len(message), *fields)
+        + message
     )
-    parts.append(message)
-    return b"".join(parts)
 
 
 def segment(number, access, byte_size):

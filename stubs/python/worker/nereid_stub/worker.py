@@ -37,7 +37,7 @@ class Model:
         self.arena = Arena(args["output_byte_size_limit"])
         self.segments = {}  # number -> read-only buffer of the whole segment
         self.regions = {}  # number -> writable buffer of a client's region
-        self.lent = {}  # (number, offset) -> lease size
+        self.lent = {}  # (number, offset) -> lease that the host reads
         self.cancels = set()
         self.instance = self._initialize(args)
 
@@ -107,11 +107,10 @@ class Model:
         tensor = pb.Tensor.__new__(pb.Tensor)
         if where is not None:
             data = self.placed(name, where, n)
-            tensor._lease = (where[0], where[1], None)
+            tensor._lease = (where[0], where[1], None, None)
         else:
-            number, offset, size = self.arena.lease(n)
-            data = np.frombuffer(self.arena.view(number, offset, n), np.uint8)
-            tensor._lease = (number, offset, size)
+            tensor._lease = self.arena.lease(n)
+            data = np.ndarray(n, np.uint8, tensor._lease[3])
             request._leases.append(tensor._lease)
         tensor._name, tensor._datatype, tensor._shape, tensor._data = name, datatype, shape, data
         tensor._source = None
@@ -188,11 +187,11 @@ class Worker:
                 start, end = 0, len(rest)
 
     def release(self, buf, at, count):
-        arena, lent = self.model.arena, self.model.lent
+        release, lent = self.model.arena.release, self.model.lent
         for place in wire.PLACE.iter_unpack(buf[at : at + 16 * count]):
-            size = lent.pop(place, None)
-            if size is not None:
-                arena.release(*place, size)
+            lease = lent.pop(place, None)
+            if lease is not None:
+                release(lease)
 
     def request(self, buf, at):
         model = self.model
@@ -248,16 +247,16 @@ class Worker:
             failure = self.describe(error)
         end = _now()
         if responses is None:
-            answers = [(wire.ERROR | wire.FAILED, pb.TritonError.INTERNAL, failure, ())] * len(batch)
+            answers = [(wire.ERROR | wire.FAILED, pb.TritonError.INTERNAL, failure, (), ())] * len(batch)
             for r in batch:
                 self.give_back(r, ())
         else:
             answers = [self.answer(r, responses[i]) for i, r in enumerate(batch)]
         responses = None  # what still refers to an input now is the model's
         frames = []
-        for r, (flags, code, message, outputs) in zip(batch, answers):
+        for r, (flags, code, message, ranks, fields) in zip(batch, answers):
             flags |= wire.FINAL | self.keeps(r)
-            frames.append(wire.response(r._id, flags, begin, end, code, message, outputs))
+            frames.append(wire.response(r._id, flags, begin, end, code, message, ranks, fields))
             if self.model.cancels:
                 self.model.cancels.discard(r._id)
         if self.model.arena.fresh:
@@ -273,64 +272,63 @@ class Worker:
         return text.encode("utf-8", "replace")
 
     def answer(self, r, response):
-        """(flags, code, message, outputs) of one response; its outputs are in place then."""
+        """(flags, code, message, ranks, fields) of one response; its outputs are in place then."""
         used = []
         try:
             error = pb.TritonError("the model answered a request with None") if response is None else response._error
             if error is not None:
                 self.give_back(r, ())
-                return wire.ERROR, error._code & 0xFF, error._message.encode("utf-8", "replace"), ()
-            outputs = []
+                return wire.ERROR, error._code & 0xFF, error._message.encode("utf-8", "replace"), (), ()
+            ranks, fields = (), []
             for t in response._outputs:
                 index = r._wanted.get(t._name)
                 if index is None:
                     continue
-                if t._lease is not None:
-                    number, offset, _ = t._lease
+                lease = t._lease
+                if lease is not None:
                     n = t._data.nbytes
-                    used.append(t._lease)
+                    used.append(lease)
                 else:
-                    number, offset, n = self.place(r, t, index, used)
-                outputs.append((index, t._datatype, t._shape, number, offset, n))
+                    lease, n = self.place(r, t, index, used)
+                shape = t._shape
+                rank = len(shape)
+                ranks += (rank,)
+                fields += (index, t._datatype, rank, lease[0], lease[1], n)
+                fields += shape
         except Exception as error:
             self.give_back(r, used)
             code = pb.TritonError.UNAVAILABLE if isinstance(error, Full) else pb.TritonError.INTERNAL
             message = str(error) if isinstance(error, (Full, OutputTooSmall)) else "%s: %s" % (type(error).__name__, error)
-            return wire.ERROR, code, message.encode("utf-8", "replace"), ()
+            return wire.ERROR, code, message.encode("utf-8", "replace"), (), ()
         if r._leases:
             self.give_back(r, (), keep=used)
-        for number, offset, size in used:
-            if size is not None:
-                self.model.lent[(number, offset)] = size
-        return 0, 0, b"", outputs
+        for lease in used:
+            if lease[2] is not None:
+                self.model.lent[lease[:2]] = lease
+        return 0, 0, b"", ranks, fields
 
     def place(self, r, t, index, used):
-        """Copies an output to where it is read; (segment number, offset, byte size)."""
+        """Copies an output to where it is read; (lease, byte size)."""
         model = self.model
-        source = t._data if t._array is None or t._datatype == pb._BYTES else None
-        if source is None and (t._array is None or t._datatype == pb._BYTES):
+        source = t._array
+        if source is None or t._datatype == pb._BYTES:
             source = t._raw()
-        n = (t._array if source is None else source).nbytes
+        n = source.nbytes
         where = r._placements.get(index)
         if where is not None:
             target = model.placed(t._name, where, n)
-            number, offset = where[0], where[1]
+            lease = where[0], where[1], None, None
         elif n == 0:
-            return 0, 0, 0
+            return (0, 0, None, None), 0
         else:
             lease = model.arena.lease(n)
             used.append(lease)
-            number, offset, _ = lease
-            target = model.arena.view(number, offset, n)
-            if n <= 4096:
-                target[:] = (t._array if source is None else source).tobytes()
-                return number, offset, n
-            target = np.frombuffer(target, np.uint8)
-        if source is None:
-            np.copyto(target.view(t._array.dtype).reshape(t._array.shape), t._array)
-        else:
-            target[:] = source
-        return number, offset, n
+            if n <= 4096:  # below it, going through bytes is quicker than through an array
+                lease[3][:n] = source.tobytes()
+                return lease, n
+            target = np.ndarray(n, np.uint8, lease[3])
+        np.copyto(target.view(source.dtype).reshape(source.shape), source)
+        return lease, n
 
     def keeps(self, r):
         """Whether the model still refers to an input, whose memory must then stay as it is
@@ -352,9 +350,10 @@ class Worker:
 
     def give_back(self, r, used, keep=()):
         """Returns leases that no response carries."""
-        for lease in {*r._leases, *used} - {*keep}:
-            if lease[2] is not None:
-                self.model.arena.release(*lease)
+        places = {lease[:2] for lease in keep}
+        for lease in {lease[:2]: lease for lease in [*r._leases, *used]}.values():
+            if lease[2] is not None and lease[:2] not in places:
+                self.model.arena.release(lease)
         r._leases = []
 
     def announce(self):
