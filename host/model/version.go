@@ -202,11 +202,13 @@ func (v *Version) start(ctx context.Context) error {
 	}()
 	select {
 	case err = <-loaded:
-		if err != nil {
+		if err != nil && supervisor.Broken(err) && endsSoon(stub) {
+			err = loadDeath(stub)
+		} else if err != nil {
 			err = fmt.Errorf("%s", supervisor.Message(err))
 		}
 	case <-stub.Exited():
-		err = fmt.Errorf("stub ended while it loaded the model: %s", stub.ExitReason())
+		err = loadDeath(stub)
 	}
 	stub.HideSocket()
 	if err != nil {
@@ -221,6 +223,20 @@ func (v *Version) start(ctx context.Context) error {
 		v.scheduler.Add(in)
 	}
 	return nil
+}
+
+func loadDeath(stub *supervisor.Stub) error {
+	return fmt.Errorf("stub ended while it loaded the model: %s", stub.ExitReason())
+}
+
+// endsSoon waits a moment for the end of a process whose connections have ended.
+func endsSoon(stub *supervisor.Stub) bool {
+	select {
+	case <-stub.Exited():
+		return true
+	case <-time.After(exitGrace):
+		return false
+	}
 }
 
 func closeAll(instances []*backend.Instance) {
@@ -333,9 +349,7 @@ func (v *Version) Ended(i *backend.Instance, unbegun, begun []*infer.Request, er
 	if !unloading && stub != nil {
 		// A stub that breaks the protocol, or has lost one instance, is ended; one that died
 		// is about to be reaped, and says then how.
-		select {
-		case <-stub.Exited():
-		case <-time.After(exitGrace):
+		if !endsSoon(stub) {
 			v.logger.Error("stub's data channel ended while its process runs; ending it", "instance", i.Name, "error", err)
 			stub.Kill()
 		}

@@ -21,6 +21,7 @@ import (
 	"github.com/hashicorp/go-plugin"
 	"github.com/hashicorp/go-plugin/runner"
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
 	"github.com/nereid-serve/nereid/internal/fdpass"
@@ -234,6 +235,9 @@ func Message(err error) string {
 	}
 	return err.Error()
 }
+
+// Broken tells whether an error is that of a connection which ended, not of the stub's own.
+func Broken(err error) bool { return status.Code(err) == codes.Unavailable }
 
 type control struct{ plugin.NetRPCUnsupportedPlugin }
 

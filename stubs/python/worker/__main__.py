@@ -95,16 +95,16 @@ class ForkServer:
             if pid == 0:
                 return self.become_interpreter(channel, report, stderr, arguments)
             stub.children[pid] = index
-            fd = os.pidfd_open(pid)
-            self.selector.register(fd, selectors.EVENT_READ, lambda: self.reap(stub, pid, fd))
+            pidfd = os.pidfd_open(pid)
+            self.selector.register(pidfd, selectors.EVENT_READ, lambda: self.reap(stub, pid, pidfd))
         finally:
             for fd in fds:
                 os.close(fd)
         return None
 
-    def reap(self, stub, pid, fd):
-        self.selector.unregister(fd)
-        os.close(fd)
+    def reap(self, stub, pid, pidfd):
+        self.selector.unregister(pidfd)
+        os.close(pidfd)
         _, status = os.waitpid(pid, 0)
         index = stub.children.pop(pid)
         if stub.sock is not None:
