@@ -21,7 +21,7 @@ import (
 func Main() {
 	unix.CloseOnExec(handshake.ForkServerFD)
 	stubproc.Serve(func(host *stubproc.Host) stubproc.Handler {
-		return &stub{host: host, server: handshake.ForkServerFD, exited: map[int]chan struct{}{}}
+		return &stub{host: host, server: handshake.ForkServerFD, exited: map[int]chan struct{}{}, early: map[int]unix.WaitStatus{}}
 	})
 }
 
@@ -30,9 +30,10 @@ type stub struct {
 	host   *stubproc.Host
 	server int // connection to the fork server
 
-	mu     sync.Mutex
-	exited map[int]chan struct{} // by instance
-	ending bool
+	mu      sync.Mutex
+	exited  map[int]chan struct{} // by instance
+	serving bool                  // loaded, and not being unloaded
+	early   map[int]unix.WaitStatus
 }
 
 // loadArgs is what an interpreter is told, as JSON in a memfd.
@@ -79,6 +80,12 @@ func (s *stub) Load(ctx context.Context, r *backendpb.LoadRequest, channels []*o
 		if err := wait(ctx, results[i]); err != nil {
 			return fmt.Errorf("instance '%s': %w", in.GetName(), err)
 		}
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.serving = true
+	for index, status := range s.early { // ended after it had said that all is well
+		s.host.InstanceExited(index, status)
 	}
 	return nil
 }
@@ -143,23 +150,25 @@ func (s *stub) receive() {
 			os.Exit(1)
 		}
 		index := int(binary.LittleEndian.Uint32(b[1:]))
+		status := unix.WaitStatus(binary.LittleEndian.Uint32(b[5:]))
 		s.mu.Lock()
 		if done := s.exited[index]; done != nil {
 			close(done)
 			delete(s.exited, index)
 		}
-		ending := s.ending
-		s.mu.Unlock()
-		if !ending {
-			s.host.InstanceExited(index, unix.WaitStatus(binary.LittleEndian.Uint32(b[5:])))
+		if s.serving {
+			s.host.InstanceExited(index, status)
+		} else { // while it loads, the report pipe says more
+			s.early[index] = status
 		}
+		s.mu.Unlock()
 	}
 }
 
 // Unload waits for the interpreters: the end of their data channels told them to finalize.
 func (s *stub) Unload(ctx context.Context) error {
 	s.mu.Lock()
-	s.ending = true
+	s.serving = false
 	var waits []chan struct{}
 	for _, done := range s.exited {
 		waits = append(waits, done)

@@ -385,6 +385,14 @@ class KeptInputs:
                 pass  # the host is gone, and with it the need
 
 
+def author_traceback(error):
+    """The traceback without the frames that are this stub's own, or Python's import machinery."""
+    told = traceback.TracebackException.from_exception(error)
+    ours = ("<frozen ", os.path.dirname(os.path.dirname(__file__)) + "/", importlib.__file__)
+    told.stack = traceback.StackSummary.from_list(f for f in told.stack if not f.filename.startswith(ours))
+    return "".join(told.format()).strip()
+
+
 def main(args, channel, report):
     """Runs the interpreter; it does not return."""
     try:
@@ -392,8 +400,8 @@ def main(args, channel, report):
         sock = socket.socket(fileno=channel)
         model = Model(args, sock)
         result = {}
-    except BaseException:
-        result = {"error": traceback.format_exc().strip()}
+    except BaseException as error:
+        result = {"error": author_traceback(error)}
     with os.fdopen(report, "w") as f:
         json.dump(result, f)
     if result:
@@ -403,8 +411,8 @@ def main(args, channel, report):
         model.finalize()
     except OSError as error:
         log.write(log.ERROR, "data channel: %s" % error)
-    except BaseException:
-        log.write(log.ERROR, "finalize: " + traceback.format_exc().strip())
+    except BaseException as error:
+        log.write(log.ERROR, "finalize: " + author_traceback(error))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
