@@ -21,7 +21,12 @@ import (
 func Main() {
 	unix.CloseOnExec(handshake.ForkServerFD)
 	stubproc.Serve(func(host *stubproc.Host) stubproc.Handler {
-		return &stub{host: host, server: handshake.ForkServerFD, exited: map[int]chan struct{}{}, early: map[int]unix.WaitStatus{}}
+		orphaned := func(err error) {
+			// Without a fork server, interpreters can neither be started nor be heard of.
+			stubproc.Log(stubproc.LevelError, fmt.Sprintf("the fork server ended (%v)", err))
+			os.Exit(1)
+		}
+		return &stub{host: host, server: handshake.ForkServerFD, orphaned: orphaned, exited: map[int]chan struct{}{}, early: map[int]unix.WaitStatus{}}
 	})
 }
 
@@ -29,6 +34,8 @@ func Main() {
 type stub struct {
 	host   *stubproc.Host
 	server int // connection to the fork server
+
+	orphaned func(error) // called when that ends
 
 	mu      sync.Mutex
 	exited  map[int]chan struct{} // by instance
@@ -145,9 +152,8 @@ func (s *stub) receive() {
 			continue
 		}
 		if n != 9 || b[0] != 'X' {
-			// Without it, interpreters can neither be started nor be heard of.
-			stubproc.Log(stubproc.LevelError, fmt.Sprintf("the fork server ended (%v)", err))
-			os.Exit(1)
+			s.orphaned(err)
+			return
 		}
 		index := int(binary.LittleEndian.Uint32(b[1:]))
 		status := unix.WaitStatus(binary.LittleEndian.Uint32(b[5:]))
