@@ -94,13 +94,13 @@ func (a *Arena) Lease(byteSize uint64) (Lease, error) {
 	return a.lease(byteSize)
 }
 
-// LeaseWait is Lease, but waits for room while the arena is full, until ctx ends. What could
-// never fit fails at once.
+// LeaseWait is Lease, but waits for room while the arena is full, until ctx ends. What would
+// not fit either if everything were given back fails at once.
 func (a *Arena) LeaseWait(ctx context.Context, byteSize uint64) (Lease, error) {
 	for {
 		a.mu.Lock()
 		lease, err := a.lease(byteSize)
-		if err == nil || class(byteSize) > a.limit || byteSize > a.limit || a.closed {
+		if err == nil || a.closed || !a.couldFit(byteSize) {
 			a.mu.Unlock()
 			return lease, err
 		}
@@ -113,6 +113,20 @@ func (a *Arena) LeaseWait(ctx context.Context, byteSize uint64) (Lease, error) {
 			return Lease{}, err
 		}
 	}
+}
+
+// couldFit tells whether a segment, or one that may still be made, is large enough.
+func (a *Arena) couldFit(byteSize uint64) bool {
+	if byteSize > a.limit {
+		return false
+	}
+	size := class(byteSize)
+	for _, s := range a.segments {
+		if uint64(len(s.mapping.Data())) >= size {
+			return true
+		}
+	}
+	return size <= a.limit-a.total
 }
 
 func (a *Arena) lease(byteSize uint64) (Lease, error) {

@@ -100,6 +100,19 @@ func TestWaitsForRoom(t *testing.T) {
 	if _, err := a.LeaseWait(ctx, 1<<21); !errors.As(err, &full) {
 		t.Errorf("what can never fit: %v", err)
 	}
+	// Two segments of half the limit never hold more than that, however long one waits.
+	halves := arena.New("test", shm.InputSeals, 0, 1<<20)
+	defer halves.Close()
+	for range 2 {
+		l, err := halves.Lease(1 << 19)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer l.Release()
+	}
+	if _, err := halves.LeaseWait(ctx, 1<<20); !errors.As(err, &full) {
+		t.Errorf("what no segment can hold: %v", err)
+	}
 	if _, err = a.Lease(1 << 20); err != nil {
 		t.Fatal(err)
 	}

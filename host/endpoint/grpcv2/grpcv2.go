@@ -29,7 +29,7 @@ func New(s *endpoint.Server) *Endpoint {
 		grpc.ForceServerCodecV2(newCodec()),
 		grpc.MaxRecvMsgSize(int(min(s.MaxRequest, math.MaxInt32))),
 		grpc.MaxSendMsgSize(math.MaxInt32),
-		grpc.ReadBufferSize(128<<10), grpc.WriteBufferSize(128<<10), grpc.SharedWriteBuffer(true),
+		grpc.ReadBufferSize(128<<10), grpc.WriteBufferSize(128<<10),
 		// Windows that fit a large tensor: the default of 64 KiB costs a round trip for each.
 		grpc.InitialWindowSize(8<<20), grpc.InitialConnWindowSize(16<<20),
 		grpc.NumStreamWorkers(8),

@@ -62,12 +62,17 @@ def _delete(managed):
     _alive.pop(ctypes.addressof(managed.contents), None)
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+# A capsule that is being destroyed has no reference left, and must not be given one: these
+# take its address instead of the object.
+_dying_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", _api))
+_dying_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_GetPointer", _api))
+
+
+@ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
 def _destroy(capsule):
     """Of a capsule that nobody consumed; a consumed one has another name."""
-    capsule = ctypes.cast(capsule, ctypes.py_object).value
-    if _api.PyCapsule_IsValid(capsule, _NAME):
-        _alive.pop(_api.PyCapsule_GetPointer(capsule, _NAME), None)
+    if _dying_is_valid(capsule, _NAME):
+        _alive.pop(_dying_pointer(capsule, _NAME), None)
 
 
 def export(data, datatype, shape):
