@@ -78,12 +78,11 @@ func HTTPStatus(err error) int {
 	return http.StatusBadRequest
 }
 
-// Fill copies the bytes of a request's inline inputs into place: dst has room for them all,
-// input i's at the returned offset of its frame.
-type Fill func(dst []byte, at func(input int) []byte) error
+// Fill copies the bytes of a request's inline inputs into place; at is the place of an input.
+type Fill func(at func(input int) []byte) error
 
 // Infer checks a request against its model, lets fill put the inline inputs in place, and
-// runs it. use sees the response while its memory is valid; it is not called on an error.
+// runs it. The caller closes the response; on an error there is none.
 func (s *Server) Infer(name, version string, r *infer.Request, fill Fill) (*model.Version, *infer.Response, error) {
 	v, err := s.Models.Lookup(name, version)
 	if err != nil {
@@ -106,7 +105,7 @@ func run(v *model.Version, r *infer.Request, fill Fill) (*infer.Response, error)
 		var data []byte
 		if data, err = v.LeaseInputs(r, byteSize); err == nil {
 			base := r.Lease()
-			err = fill(data, func(i int) []byte {
+			err = fill(func(i int) []byte {
 				t := &r.Frame.Inputs[i]
 				if t.ByteSize == 0 {
 					return nil
@@ -115,6 +114,7 @@ func run(v *model.Version, r *infer.Request, fill Fill) (*infer.Response, error)
 				return data[offset : offset+t.ByteSize]
 			})
 			if err == nil {
+				v.Stats.CopiedIn.Add(inlineBytes(r))
 				err = v.CheckInline(r, data)
 			}
 		}
@@ -131,6 +131,13 @@ func run(v *model.Version, r *infer.Request, fill Fill) (*infer.Response, error)
 		return nil, err
 	}
 	return response, nil
+}
+
+func inlineBytes(r *infer.Request) (n uint64) {
+	for i := range r.Inputs {
+		n += r.Inputs[i].ByteSize
+	}
+	return n
 }
 
 // Params collects the parameters of a request: those that the server itself understands,

@@ -38,6 +38,7 @@ var (
 		{desc("nereid_input_arena_bytes", "Bytes of the input arena's segments"), func(s *snapshot) float64 { return float64(s.total) }, prometheus.GaugeValue},
 	}
 	failures = prometheus.NewDesc("nv_inference_request_failure", "Number of failed inference requests, all batch sizes", append([]string{"reason"}, labels...), nil)
+	copied   = prometheus.NewDesc("nereid_bytes_copied_total", "Bytes of tensors that the server itself copied: in, into the memory that a stub reads; out, into messages", append([]string{"direction"}, labels...), nil)
 	restarts = prometheus.NewDesc("nereid_stub_restarts_total", "Stubs that ended and were started again", labels, nil)
 	reasons  = []string{"BACKEND", "CANCELED", "OTHER", "REJECTED"}
 )
@@ -51,6 +52,7 @@ func (c collector) Describe(ch chan<- *prometheus.Desc) {
 		ch <- m.desc
 	}
 	ch <- failures
+	ch <- copied
 	ch <- restarts
 }
 
@@ -68,6 +70,8 @@ func (c collector) Collect(ch chan<- prometheus.Metric) {
 		for _, reason := range reasons {
 			ch <- prometheus.MustNewConstMetric(failures, prometheus.CounterValue, float64(s.FailureReasons[reason]), reason, v.Name, version)
 		}
+		ch <- prometheus.MustNewConstMetric(copied, prometheus.CounterValue, float64(v.Stats.CopiedIn.Load()), "in", v.Name, version)
+		ch <- prometheus.MustNewConstMetric(copied, prometheus.CounterValue, float64(v.Stats.CopiedOut.Load()), "out", v.Name, version)
 		ch <- prometheus.MustNewConstMetric(restarts, prometheus.CounterValue, float64(v.Restarts()), v.Name, version)
 	}
 }

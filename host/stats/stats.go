@@ -5,6 +5,7 @@ package stats
 import (
 	"sort"
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -43,6 +44,10 @@ type Snapshot struct {
 
 // Model has the counters of one model version. Its methods may be called from any goroutine.
 type Model struct {
+	// CopiedIn and CopiedOut count the bytes of tensors that the host itself copied: into input
+	// arenas, and out of stubs' memory into messages.
+	CopiedIn, CopiedOut atomic.Uint64
+
 	mu      sync.Mutex
 	s       Snapshot
 	batches map[uint64]*Batch

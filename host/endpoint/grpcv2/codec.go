@@ -7,6 +7,7 @@ import (
 	"io"
 	"math"
 	"slices"
+	"sync/atomic"
 
 	"google.golang.org/grpc/encoding"
 	_ "google.golang.org/grpc/encoding/gzip" // clients may ask for it
@@ -442,7 +443,7 @@ func (r *inferRequest) settle() error {
 }
 
 // fill puts the inline inputs into their lease.
-func (r *inferRequest) fill(_ []byte, at func(int) []byte) error {
+func (r *inferRequest) fill(at func(int) []byte) error {
 	next := 0
 	for i := range r.request.Inputs {
 		switch {
@@ -555,6 +556,7 @@ type inferResponse struct {
 	model, id string
 	version   int64
 	response  *infer.Response
+	copied    *atomic.Uint64 // counts the bytes that marshal copies
 }
 
 // borrowFrom is the size from which outputs are sent from the stub's memory; smaller ones are
@@ -593,6 +595,7 @@ func (r *inferResponse) marshal() mem.BufferSlice {
 		head = protowire.AppendVarint(head, uint64(len(data)))
 		if len(data) < borrowFrom {
 			head = append(head, data...)
+			r.copied.Add(uint64(len(data)))
 			continue
 		}
 		out = append(out, mem.SliceBuffer(head), nil)

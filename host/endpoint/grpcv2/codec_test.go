@@ -3,6 +3,7 @@ package grpcv2
 import (
 	"bytes"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"google.golang.org/grpc/mem"
@@ -67,7 +68,7 @@ func TestUnmarshalIsTheSameHoweverTheMessageIsCut(t *testing.T) {
 			t.Fatalf("%d: %+v", n, in)
 		}
 		places := [][]byte{make([]byte, 24), nil, make([]byte, 5)}
-		if err := r.fill(nil, func(i int) []byte { return places[i] }); err != nil {
+		if err := r.fill(func(i int) []byte { return places[i] }); err != nil {
 			t.Fatal(err)
 		}
 		if string(places[0]) != strings.Repeat("0123", 6) || string(places[2]) != "\x01\x00\x00\x00z" {
@@ -87,7 +88,7 @@ func TestMarshal(t *testing.T) {
 			want = append(want, data)
 			response.Outputs = append(response.Outputs, infer.OutputTensor{Name: "O", DataType: tensor.Uint8, Shape: tensor.Shape{int64(n)}, Data: data})
 		}
-		r := &inferResponse{model: "m", id: "i", version: 12, response: response}
+		r := &inferResponse{model: "m", id: "i", version: 12, response: response, copied: &atomic.Uint64{}}
 		buffers := r.marshal()
 		out := &inferencepb.ModelInferResponse{}
 		if err := proto.Unmarshal(buffers.Materialize(), out); err != nil {

@@ -117,7 +117,7 @@ func (s *service) infer(ctx context.Context, message any) (any, error) {
 	if err != nil {
 		return nil, failed(err)
 	}
-	return &inferResponse{model: v.Name, version: v.Number, id: in.request.ID, response: response}, nil
+	return &inferResponse{model: v.Name, version: v.Number, id: in.request.ID, response: response, copied: &v.Stats.CopiedOut}, nil
 }
 
 // giveBack is the buffer pool of borrowed outputs: the last one put back closes the response.

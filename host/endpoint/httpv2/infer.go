@@ -14,6 +14,7 @@ import (
 	"github.com/nereid-serve/nereid/errcode"
 	"github.com/nereid-serve/nereid/host/endpoint"
 	"github.com/nereid-serve/nereid/host/infer"
+	"github.com/nereid-serve/nereid/host/model"
 	"github.com/nereid-serve/nereid/tensor"
 )
 
@@ -70,7 +71,7 @@ func (e *Endpoint) infer(w http.ResponseWriter, r *http.Request) error {
 	if err := parseHead(text, p); err != nil {
 		return err
 	}
-	fill := func(_ []byte, at func(int) []byte) error {
+	fill := func(at func(int) []byte) error {
 		for i := range p.request.Inputs {
 			switch {
 			case p.binary[i]:
@@ -97,7 +98,7 @@ func (e *Endpoint) infer(w http.ResponseWriter, r *http.Request) error {
 		return pathFault(err)
 	}
 	defer response.Close()
-	return e.answer(w, r, p, v.Name, v.Number, response)
+	return e.answer(w, r, p, v, response)
 }
 
 // pathFault gives a version that is no number the answer of a path that is none.
@@ -140,15 +141,15 @@ func readHead(r *http.Request, body io.Reader, contentLength int64) ([]byte, err
 	return text.Bytes(), nil
 }
 
-func (e *Endpoint) answer(w http.ResponseWriter, r *http.Request, p *parsed, name string, version int64, response *infer.Response) error {
+func (e *Endpoint) answer(w http.ResponseWriter, r *http.Request, p *parsed, v *model.Version, response *infer.Response) error {
 	head := make([]byte, 0, 512)
 	head = append(head, `{`...)
 	if p.request.ID != "" {
 		head = append(endpoint.AppendText(append(head, `"id":`...), p.request.ID), ',')
 	}
-	head = endpoint.AppendText(append(head, `"model_name":`...), name)
+	head = endpoint.AppendText(append(head, `"model_name":`...), v.Name)
 	head = append(head, `,"model_version":"`...)
-	head = append(strconv.AppendInt(head, version, 10), `","outputs":[`...)
+	head = append(strconv.AppendInt(head, v.Number, 10), `","outputs":[`...)
 	var chunks [][]byte
 	total := 0
 	for i := range response.Outputs {
@@ -173,6 +174,7 @@ func (e *Endpoint) answer(w http.ResponseWriter, r *http.Request, p *parsed, nam
 			data := o.Data
 			if o.DataType == tensor.Bytes {
 				data = bytes.Clone(data)
+				v.Stats.CopiedOut.Add(uint64(len(data)))
 			}
 			elements, _ := o.Shape.Elements()
 			var err error
