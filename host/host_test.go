@@ -1,6 +1,8 @@
 package host_test
 
 import (
+	"bytes"
+	"compress/gzip"
 	"context"
 	"encoding/binary"
 	"fmt"
@@ -607,4 +609,96 @@ func TestBadNames(t *testing.T) {
 			t.Errorf("key %q: %v", key, err)
 		}
 	}
+}
+
+// post sends one HTTP request and returns status and body.
+func post(t *testing.T, s *testenv.Server, path, body string, headers ...string) (int, string) {
+	t.Helper()
+	r, err := http.NewRequest("POST", s.HTTP+path, strings.NewReader(body))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := 0; i < len(headers); i += 2 {
+		r.Header.Set(headers[i], headers[i+1])
+	}
+	reply, err := http.DefaultClient.Do(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer reply.Body.Close()
+	defer http.DefaultClient.CloseIdleConnections()
+	text, err := io.ReadAll(reply.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return reply.StatusCode, string(text)
+}
+
+func TestRawBinaryRequest(t *testing.T) {
+	repo := both(t)
+	repo.Add("text", "backend: \"identity\" max_batch_size: 4\ninput [ { name: \"INPUT0\" data_type: TYPE_STRING dims: [ 1 ] } ]\noutput [ { name: \"OUTPUT0\" data_type: TYPE_STRING dims: [ 1 ] } ]\n", nil)
+	repo.Add("two", "backend: \"identity\"\ninput [ { name: \"INPUT0\" data_type: TYPE_INT8 dims: [ 1 ] }, { name: \"INPUT1\" data_type: TYPE_INT8 dims: [ 1 ] } ]\n", nil)
+	s := testenv.Start(t, testenv.Options(t, repo.Path))
+	data := string(floats(5))
+	for model, c := range map[string]struct {
+		body, want string
+		status     int
+	}{
+		"go": {data, data, 200}, "python": {data, data, 200}, "text": {"some text", "\x09\x00\x00\x00some text", 200}, "two": {"ab", "must only have 1 input", 400},
+	} {
+		status, text := post(t, s, "/v2/models/"+model+"/infer", c.body, "Inference-Header-Content-Length", "0")
+		if status != c.status || !strings.Contains(text, c.want) {
+			t.Errorf("%s: %d %q", model, status, text)
+		}
+	}
+	if status, text := post(t, s, "/v2/models/go/infer", ""); status != 200 {
+		t.Errorf("an empty body is a raw request without elements: %d %s", status, text)
+	}
+	if status, text := post(t, s, "/v2/models/go/infer", data[:7], "Inference-Header-Content-Length", "0"); status != 400 || !strings.Contains(text, "Expected 4, got 7") {
+		t.Errorf("%d %s", status, text)
+	}
+}
+
+func TestStringsInRegions(t *testing.T) {
+	repo := testenv.NewRepository(t)
+	text := "input [ { name: \"INPUT0\" data_type: TYPE_STRING dims: [ -1 ] } ]\noutput [ { name: \"OUTPUT0\" data_type: TYPE_STRING dims: [ -1 ] } ]\n"
+	repo.Add("go", "backend: \"identity\"\n"+text, nil)
+	repo.AddPython("python", text, identityPy)
+	s := testenv.Start(t, testenv.Options(t, repo.Path))
+	r := newRegion(t, s, "r", 64)
+	for _, model := range []string{"go", "python"} {
+		for bytes, ok := range map[string]bool{"\x01\x00\x00\x00a\x00\x00\x00\x00": true, "\x06\x00\x00\x00a\x00\x00\x00\x00": false, "\x05\x00\x00\x00a\x00\x00\x00\x00": false, "\xff\xff\xff\xffaaaaa": false} {
+			copy(r.Data(), bytes)
+			_, err := s.Client.Infer(within(t), &client.Request{Model: model, Inputs: []client.Tensor{{Name: "INPUT0", DataType: tensor.Bytes, Shape: tensor.Shape{2}, Region: r, ByteSize: uint64(len(bytes))}}})
+			if ok && err != nil {
+				t.Errorf("%s: %v", model, err)
+			} else if !ok {
+				wantCode(t, err, codes.InvalidArgument, "INPUT0")
+			}
+		}
+	}
+}
+
+func TestRequestOverTheLimit(t *testing.T) {
+	o := testenv.Options(t, both(t).Path)
+	o.MaxRequestByteSize = 10_000
+	s := testenv.Start(t, o)
+	_, err := s.Client.Infer(within(t), request("go", floats(5000)))
+	wantCode(t, err, codes.ResourceExhausted)
+	for _, headers := range [][]string{nil, {"Inference-Header-Content-Length", "0"}, {"Inference-Header-Content-Length", "15000"}} {
+		if status, text := post(t, s, "/v2/models/go/infer", strings.Repeat(" ", 20_000), headers...); status != 400 || !strings.Contains(text, "--max-request-byte-size") {
+			t.Errorf("%v: %d %s", headers, status, text)
+		}
+	}
+	// A small body that unpacks to a large one.
+	var packed bytes.Buffer
+	w := gzip.NewWriter(&packed)
+	if _, err := w.Write(make([]byte, 1<<20)); err != nil {
+		t.Fatal(err)
+	}
+	w.Close()
+	if status, text := post(t, s, "/v2/models/go/infer", packed.String(), "Content-Encoding", "gzip"); status != 400 || !strings.Contains(text, "--max-request-byte-size") {
+		t.Errorf("packed: %d %s", status, text)
+	}
+	echo(t, s, "go", 10)
 }

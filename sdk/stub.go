@@ -127,6 +127,14 @@ func (s *Stub) view(segment uint32, offset, byteSize uint64) ([]byte, error) {
 	return m.Data()[offset:end:end], nil
 }
 
+// isRegion tells whether a segment is a client's.
+func (s *Stub) isRegion(number uint32) bool {
+	s.mu.RLock()
+	defer s.mu.RUnlock()
+	m := s.segments[number]
+	return m != nil && m.access == wire.AccessRegion
+}
+
 func (s *Stub) announce(frame []byte, conn *channel.Conn) error {
 	number, access, byteSize, err := wire.ParseSegment(frame)
 	if err != nil {
@@ -282,14 +290,14 @@ func (in *instance) execute() {
 		begin := now()
 		runnable := make([]*Request, 0, len(e.requests))
 		for _, r := range e.requests {
-			if err := r.views(); err != nil {
+			if err := in.guarded(r.views); err != nil {
 				r.Fail(err)
 			} else {
 				runnable = append(runnable, r)
 			}
 		}
 		if len(runnable) > 0 {
-			if err := in.call(e.ctx, runnable); err != nil {
+			if err := in.guarded(func() error { return in.author.Execute(e.ctx, runnable) }); err != nil {
 				for _, r := range runnable {
 					r.Fail(err)
 					r.executionFailed = true
@@ -308,10 +316,10 @@ func (in *instance) execute() {
 	}
 }
 
-// call runs the author's code. A fault in a client's region, which the client may truncate
-// at any time, fails the requests; any other panic ends the process, as its state is not to
-// be trusted any more.
-func (in *instance) call(ctx context.Context, requests []*Request) (err error) {
+// guarded runs code that reads and writes clients' memory, the author's above all. A fault in
+// a region, which its client may truncate at any time, is an error; any other panic ends the
+// process, as its state is not to be trusted any more.
+func (in *instance) guarded(run func() error) (err error) {
 	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
 	defer func() {
 		switch p := recover().(type) {
@@ -328,7 +336,7 @@ func (in *instance) call(ctx context.Context, requests []*Request) (err error) {
 			panic(p)
 		}
 	}()
-	return in.author.Execute(ctx, requests)
+	return run()
 }
 
 func (r *Request) views() error {
@@ -345,6 +353,12 @@ func (r *Request) views() error {
 			var err error
 			if t.data, err = s.view(w.Segment, w.Offset, w.ByteSize); err != nil {
 				return err
+			}
+			// The host has looked at strings that came in the request, and at no region.
+			if elements, _ := w.Shape.Elements(); w.DataType == tensor.Bytes && s.isRegion(w.Segment) {
+				if err := tensor.CheckBytes(t.data, elements); err != nil {
+					return errcode.Errorf(errcode.InvalidArg, "inference input '%s': %w", t.Name, err)
+				}
 			}
 		}
 	}

@@ -146,6 +146,30 @@ func (d *Driver) Infer(inputs ...Input) (map[string]Output, error) {
 	return d.take(response)
 }
 
+// Begin sends a request without inputs; the returned function waits for its answer. Cancel
+// tells the stub meanwhile that nobody waits for it.
+func (d *Driver) Begin(id string) (answer func() error) {
+	d.tb.Helper()
+	d.next++
+	if err := d.conn.Send(wire.AppendRequest(nil, &wire.Request{ID: d.next, RequestID: id, Flags: wire.FlagAllOutputs})); err != nil {
+		d.tb.Fatal(err)
+	}
+	return func() error {
+		response, err := d.receive()
+		if err == nil {
+			_, err = d.take(response)
+		}
+		return err
+	}
+}
+
+// Cancel takes back the request sent last, as the host does when its client has gone.
+func (d *Driver) Cancel() {
+	if err := d.conn.Send(wire.AppendMark(nil, wire.KindCancel, d.next)); err != nil {
+		d.tb.Fatal(err)
+	}
+}
+
 func index(names []string, name string) uint16 {
 	for i, n := range names {
 		if n == name {

@@ -73,6 +73,32 @@ func TestSuite(t *testing.T) {
 	sdktest.Suite(t, func(tb testing.TB) *sdktest.Driver { return sdktest.New(tb, suiteBackend{}, sdktest.SuiteConfig) })
 }
 
+// TestClientThatGoes: the context ends when nobody waits for any request of an execution.
+func TestClientThatGoes(t *testing.T) {
+	started := make(chan struct{})
+	backend := sdk.Each(func(ctx context.Context, r *sdk.Request) error {
+		if r.ID() != "wait" {
+			return nil
+		}
+		close(started)
+		<-ctx.Done()
+		if !r.Cancelled() {
+			return errors.New("the context ended, and the request is not cancelled")
+		}
+		return errcode.Errorf(errcode.Cancelled, "seen")
+	})
+	d := sdktest.New(t, backend, sdktest.SuiteConfig)
+	answer := d.Begin("wait")
+	<-started
+	d.Cancel()
+	if err := answer(); errcode.Of(err) != errcode.Cancelled || err.Error() != "seen" {
+		t.Errorf("answered %v", err)
+	}
+	if _, err := d.Infer(); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestViews(t *testing.T) {
 	backend := sdk.Each(func(_ context.Context, r *sdk.Request) error {
 		in, err := r.Input("DATA")

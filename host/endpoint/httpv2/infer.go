@@ -15,6 +15,7 @@ import (
 	"github.com/nereid-serve/nereid/host/endpoint"
 	"github.com/nereid-serve/nereid/host/infer"
 	"github.com/nereid-serve/nereid/host/model"
+	configpb "github.com/nereid-serve/nereid/proto/config"
 	"github.com/nereid-serve/nereid/tensor"
 )
 
@@ -64,12 +65,22 @@ func (e *Endpoint) infer(w http.ResponseWriter, r *http.Request) error {
 	if _, err := e.server.Models.Find(name, version); err != nil {
 		return pathFault(err)
 	}
-	text, err := readHead(r, body, contentLength)
-	if err != nil {
-		return err
-	}
-	if err := parseHead(text, p); err != nil {
-		return err
+	if contentLength == 0 || r.Header.Get(headerLength) == "0" {
+		config, err := e.server.ModelConfig(name, version)
+		if err != nil {
+			return pathFault(err)
+		}
+		if body, err = rawRequest(p, config, body); err != nil {
+			return err
+		}
+	} else {
+		text, err := readHead(r, body, contentLength)
+		if err != nil {
+			return err
+		}
+		if err := parseHead(text, p); err != nil {
+			return err
+		}
 	}
 	fill := func(at func(int) []byte) error {
 		for i := range p.request.Inputs {
@@ -107,6 +118,50 @@ func pathFault(err error) error {
 		return errcode.Errorf(errcode.NotFound, "%w", err)
 	}
 	return err
+}
+
+// rawRequest makes a request of a body that has no JSON part: it is the one input's bytes, and
+// what the configuration leaves open of its shape follows from their number. A BYTES body is
+// one element, without its length. Source: Triton's binary tensor data extension, raw binary request.
+func rawRequest(p *parsed, config *configpb.ModelConfig, body io.Reader) (io.Reader, error) {
+	if n := len(config.Input); n != 1 {
+		return nil, errcode.Errorf(errcode.InvalidArg, "Raw request must only have 1 input to be deduced but got %d inputs in '%s' model configuration", n, config.Name)
+	}
+	input := config.Input[0]
+	data, err := io.ReadAll(body)
+	if err != nil {
+		return nil, readFault(err)
+	}
+	in := infer.Input{Name: input.Name, DataType: tensor.DataType(input.DataType)}
+	elements := int64(1)
+	if in.DataType == tensor.Bytes {
+		data = tensor.AppendBytes(nil, data)
+	} else {
+		elements = int64(len(data)) / in.DataType.ElementByteSize()
+	}
+	if config.MaxBatchSize > 0 {
+		in.Shape = append(in.Shape, 1)
+	}
+	open := -1
+	known := int64(1)
+	for _, d := range input.Dims {
+		if d != -1 {
+			known *= d
+		} else if open >= 0 {
+			return nil, errcode.Errorf(errcode.InvalidArg, "The shape of Raw request input can not be deduced because there are more than one variable-sized dimension in '%s'", config.Name)
+		} else {
+			open = len(in.Shape)
+		}
+		in.Shape = append(in.Shape, d)
+	}
+	if open >= 0 && known > 0 {
+		in.Shape[open] = elements / known
+	}
+	in.ByteSize = uint64(len(data))
+	p.request.Inputs = []infer.Input{in}
+	p.data, p.binary = [][]byte{data}, []bool{false}
+	p.binaryOutput = true
+	return bytes.NewReader(nil), nil
 }
 
 // readHead reads the JSON part.

@@ -172,7 +172,7 @@ class InferenceRequest:
 
     __slots__ = (
         "_id", "_inputs", "_wanted", "_placements", "_request_id", "_parameters", "_correlation",
-        "_flags", "_timeout", "_priority", "_model", "_cancelled", "_leases",
+        "_flags", "_timeout", "_priority", "_model", "_leases", "_fault",
     )  # fmt: skip
 
     def inputs(self):

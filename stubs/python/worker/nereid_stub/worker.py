@@ -201,6 +201,7 @@ class Worker:
         ) = wire.REQUEST_HEAD.unpack_from(buf, at)  # fmt: skip
         at += 56
         r = pb.InferenceRequest.__new__(pb.InferenceRequest)
+        r._fault = None
         inputs = []
         tensor, dims, segments, names, of = wire.TENSOR.unpack_from, wire.DIMS, model.segments, model.input_names, pb.Tensor._of
         for _ in range(count):
@@ -208,7 +209,14 @@ class Worker:
             shape = dims[rank].unpack_from(buf, at + 24)
             at += 24 + 8 * rank
             source = (segments[number], offset, n) if n else (_EMPTY, 0, 0)
-            inputs.append(of(names[index], datatype, shape, None, source))
+            t = of(names[index], datatype, shape, None, source)
+            inputs.append(t)
+            if datatype == pb._BYTES and number in model.regions:
+                # The host has looked at strings that came in the request, and at no region.
+                try:
+                    t.as_numpy()
+                except (pb.TritonModelException, ValueError) as error:
+                    r._fault = "inference input '%s': %s" % (t._name, error)
         placements = {}
         if flags & wire.ALL_OUTPUTS:
             wanted = model.output_index
@@ -236,6 +244,12 @@ class Worker:
 
     def execute(self, batch):
         begin = _now()
+        for r in [r for r in batch if r._fault is not None]:
+            batch.remove(r)
+            message = r._fault.encode("utf-8", "replace")
+            self.sock.sendall(wire.response(r._id, wire.FINAL | wire.ERROR, begin, _now(), pb.TritonError.INVALID_ARG, message, (), ()))
+        if not batch:
+            return
         try:
             responses = self.model.instance.execute(batch)
             if responses is None or len(responses) != len(batch):
