@@ -10,6 +10,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -210,7 +211,7 @@ func (h *Host) Spec(c *configpb.ModelConfig, version int64, directory string) (s
 		if err != nil {
 			return supervisor.Spec{}, err
 		}
-		return supervisor.Spec{Path: h.options.PythonStub[0], Args: append(h.options.PythonStub[1:], title), Files: []*os.File{connection}}, nil
+		return supervisor.Spec{Path: h.options.PythonStub[0], Args: append(slices.Clone(h.options.PythonStub[1:]), title), Files: []*os.File{connection}}, nil
 	}
 	folders := append([]string{filepath.Join(directory, strconv.FormatInt(version, 10)), directory, filepath.Dir(directory)}, h.options.BackendDirectories...)
 	path, err := supervisor.FindBinary(c.Backend, folders)
@@ -245,6 +246,7 @@ func (h *Host) Failed() <-chan error { return h.failed }
 // ends, and ends stubs and everything else.
 func (h *Host) Shutdown(ctx context.Context) {
 	h.ready.Store(false)
+	h.models.StopLoading()
 	var stopping sync.WaitGroup
 	for _, s := range h.endpoints {
 		if s.name != "metrics" {

@@ -381,6 +381,30 @@ func TestHungStub(t *testing.T) {
 	s.Shutdown(short)
 }
 
+// TestStopWhileLoading: a model that takes for ever to load does not keep the server.
+func TestStopWhileLoading(t *testing.T) {
+	repo := testenv.NewRepository(t)
+	repo.AddPython("endless", vector, `import os, time
+open(os.path.dirname(__file__) + "/loading", "w").close()
+time.sleep(1000)
+`)
+	o := testenv.Options(t, repo.Path)
+	o.Explicit = true
+	s := testenv.Start(t, o)
+	failed := make(chan error, 1)
+	go func() {
+		_, err := s.Client.Service.RepositoryModelLoad(context.Background(), &inferencepb.RepositoryModelLoadRequest{ModelName: "endless"})
+		failed <- err
+	}()
+	testenv.Eventually(t, "the model loads", exists(filepath.Join(repo.Path, "endless", "1", "loading")))
+	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+	defer cancel()
+	s.Shutdown(ctx)
+	if err := <-failed; err == nil {
+		t.Error("it was loaded")
+	}
+}
+
 func TestBrokenModelsSayWhy(t *testing.T) {
 	repo := testenv.NewRepository(t)
 	repo.Add("good", `backend: "identity"`+"\n"+vector, nil)

@@ -23,7 +23,7 @@ type Region struct {
 
 // New makes an object of byteSize bytes, all zero, readable by this user alone.
 func New(name string, byteSize uint64) (*Region, error) {
-	path := filepath.Join(folder, "nereid-client-"+rand.Text())
+	path := filepath.Join(folder, fmt.Sprintf("nereid-client-%d-%s", os.Getpid(), rand.Text()))
 	file, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		return nil, fmt.Errorf("region '%s': %w", name, err)

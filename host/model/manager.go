@@ -46,6 +46,8 @@ type Options struct {
 // Manager has the models of one server.
 type Manager struct {
 	options *Options
+	ctx     context.Context // until Close
+	cancel  context.CancelFunc
 
 	mu     sync.RWMutex
 	models map[string]*entry
@@ -64,12 +66,32 @@ type entry struct {
 // New makes a manager without models.
 func New(o *Options) *Manager {
 	m := &Manager{options: o, models: map[string]*entry{}}
+	m.ctx, m.cancel = context.WithCancel(context.Background())
+	m.ending.Go(m.trimIdle)
 	o.Regions.Forget = func(number uint32) {
 		for _, v := range m.Versions("") {
 			v.ForgetRegion(number)
 		}
 	}
 	return m
+}
+
+// idleAfter is how long an input arena keeps pages that nobody uses.
+const idleAfter = 15 * time.Second
+
+func (m *Manager) trimIdle() {
+	tick := time.NewTicker(idleAfter)
+	defer tick.Stop()
+	for {
+		select {
+		case <-m.ctx.Done():
+			return
+		case <-tick.C:
+			for _, v := range m.Versions("") {
+				v.trimIdle()
+			}
+		}
+	}
 }
 
 func (m *Manager) entry(name string) *entry {
@@ -95,6 +117,12 @@ func (m *Manager) Load(ctx context.Context, name modelconfig.ModelName) error {
 	e := m.entry(string(name))
 	e.acts.Lock()
 	defer e.acts.Unlock()
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	defer context.AfterFunc(m.ctx, cancel)()
+	if ctx.Err() != nil {
+		return errcode.Errorf(errcode.Unavailable, "load of '%s': the server is stopping", name)
+	}
 	if err != nil {
 		return m.fail(e, name, err)
 	}
@@ -222,13 +250,29 @@ func (m *Manager) Unload(name modelconfig.ModelName) error {
 	return nil
 }
 
+// StopLoading makes loads under way fail, and those that come: the server is stopping.
+func (m *Manager) StopLoading() { m.cancel() }
+
 // Close drains and ends every model; ctx bounds the drain.
 func (m *Manager) Close(ctx context.Context) {
+	m.cancel()
+	m.mu.RLock()
+	var entries []*entry
+	for _, e := range m.models {
+		entries = append(entries, e)
+	}
+	m.mu.RUnlock()
 	var closing sync.WaitGroup
-	for _, v := range m.Versions("") {
-		if !v.stubless() {
-			closing.Go(func() { v.unload(ctx) })
-		}
+	for _, e := range entries {
+		closing.Go(func() {
+			e.acts.Lock()
+			defer e.acts.Unlock()
+			for _, v := range e.versions {
+				if !v.stubless() {
+					closing.Go(func() { v.unload(ctx) })
+				}
+			}
+		})
 	}
 	closing.Wait()
 	m.ending.Wait()

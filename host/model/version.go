@@ -3,10 +3,12 @@ package model
 import (
 	"context"
 	"fmt"
+	"io"
 	"log/slog"
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/nereid-serve/nereid/errcode"
@@ -78,6 +80,7 @@ type Version struct {
 	stop      chan struct{} // closed to end the version
 
 	unloadOnce sync.Once
+	trimmedAt  atomic.Uint64 // CopiedIn at the last trimIdle
 }
 
 func newVersion(o *Options, m *repository.Model, number int64) *Version {
@@ -144,6 +147,8 @@ func (v *Version) load(ctx context.Context) error {
 		v.logger.Warn("the configuration asks for what this server does not carry out yet: " + strings.Join(what, "; "))
 	}
 	began := time.Now()
+	ctx, cancel := v.untilStopped(ctx)
+	defer cancel()
 	if err := v.start(ctx); err != nil {
 		v.setState(Unavailable, err.Error(), false)
 		v.arena.Close()
@@ -248,13 +253,9 @@ func closeAll(instances []*backend.Instance) {
 // keep watches the stub and starts another when it ends, until the version is unloaded.
 func (v *Version) keep() {
 	defer close(v.ended)
-	ctx, cancel := context.WithCancel(context.Background())
+	ctx, cancel := v.untilStopped(context.Background())
 	defer cancel()
-	go func() {
-		<-v.stop
-		cancel()
-	}()
-	delay, up := firstBackOff, time.Now()
+	delay, up := time.Duration(0), time.Now()
 	for {
 		v.mu.Lock()
 		stub, instances := v.stub, v.instances
@@ -274,10 +275,15 @@ func (v *Version) keep() {
 		closeAll(instances)
 		stub.Kill()
 		if time.Since(up) > soundAfter {
-			delay = firstBackOff
+			delay = 0
 		}
 		for {
-			err := v.restart(ctx)
+			// At once the first time; a stub that dies again soon, or does not start, waits longer.
+			if !v.pause(delay) {
+				return
+			}
+			delay = min(max(2*delay, firstBackOff), maxBackOff)
+			err := v.start(ctx)
 			if ctx.Err() != nil {
 				return
 			}
@@ -287,12 +293,6 @@ func (v *Version) keep() {
 			v.logger.Error("the stub did not start again", "error", err, "next_try_in", delay)
 			v.setState(Unavailable, reason+"; it did not start again: "+err.Error(), false)
 			v.failQueued(v.reasonText())
-			select {
-			case <-v.stop:
-				return
-			case <-time.After(delay):
-			}
-			delay = min(2*delay, maxBackOff)
 		}
 		up = time.Now()
 		if !v.becomeReady() {
@@ -303,10 +303,27 @@ func (v *Version) keep() {
 	}
 }
 
-func (v *Version) restart(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, v.options.StartTimeout)
-	defer cancel()
-	return v.start(ctx)
+// pause waits; false where the version is unloaded meanwhile.
+func (v *Version) pause(d time.Duration) bool {
+	select {
+	case <-v.stop:
+		return false
+	case <-time.After(d):
+		return true
+	}
+}
+
+// untilStopped is ctx until the version is unloaded.
+func (v *Version) untilStopped(ctx context.Context) (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithCancel(ctx)
+	go func() {
+		select {
+		case <-v.stop:
+			cancel()
+		case <-ctx.Done():
+		}
+	}()
+	return ctx, cancel
 }
 
 func (v *Version) unloading() bool {
@@ -350,15 +367,18 @@ func (v *Version) Ended(i *backend.Instance, unbegun, begun []*infer.Request, er
 		// A stub that breaks the protocol, or has lost one instance, is ended; one that died
 		// is about to be reaped, and says then how.
 		if !endsSoon(stub) {
-			v.logger.Error("stub's data channel ended while its process runs; ending it", "instance", i.Name, "error", err)
-			stub.Kill()
+			what := "closed the data channel"
+			if err != io.EOF {
+				what = "broke the protocol: " + err.Error()
+			}
+			stub.Condemn(fmt.Sprintf("was ended, because instance '%s' %s", i.Name, what))
 		}
 	}
 	reason := "the stub ended"
 	if stub != nil {
 		if r := stub.ExitReason(); r != "" {
 			reason = "its stub " + r
-			if !strings.HasPrefix(r, "killed") {
+			if strings.HasPrefix(r, "exit status") {
 				reason = "its stub ended: " + r
 			}
 		}
@@ -514,6 +534,14 @@ func (v *Version) Restarts() uint64 {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	return v.restarts
+}
+
+// trimIdle gives the pages of the input arena back when no request came since the last call.
+func (v *Version) trimIdle() {
+	n := v.Stats.CopiedIn.Load()
+	if v.trimmedAt.Swap(n) == n {
+		v.arena.Trim()
+	}
 }
 
 // Memory is what the version's input arena holds, in bytes.

@@ -207,6 +207,16 @@ func (s *Stub) ExitReason() string {
 	return s.process.state()
 }
 
+// Condemn is Kill with a reason, which ExitReason gives unless one is known already.
+func (s *Stub) Condemn(reason string) {
+	s.mu.Lock()
+	if s.exit == "" && s.process.state() == "" {
+		s.exit = reason
+	}
+	s.mu.Unlock()
+	s.Kill()
+}
+
 // Kill ends the process at once and waits for its end.
 func (s *Stub) Kill() {
 	if s.process != nil {

@@ -20,6 +20,13 @@ import (
 //
 //	func TestMain(m *testing.M) { leakcheck.Main(m) }
 func Main(m *testing.M) {
+	// A temporary folder of this binary's own: the tests of other packages run beside it.
+	temporary, err := os.MkdirTemp("", "nereid-test-")
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "leakcheck:", err)
+		os.Exit(1)
+	}
+	os.Setenv("TMPDIR", temporary)
 	before := take()
 	code := m.Run()
 	if code == 0 {
@@ -39,10 +46,14 @@ func Main(m *testing.M) {
 			code = 1
 		}
 	}
+	os.RemoveAll(temporary)
 	os.Exit(code)
 }
 
-type state struct{ shared, temporary, descriptors []string }
+// own begins the names of this process's shared-memory objects.
+var own = fmt.Sprintf("/dev/shm/nereid-client-%d-", os.Getpid())
+
+type state struct{ descriptors []string }
 
 func take() state {
 	// The runtime's poller makes descriptors of its own on first use.
@@ -51,7 +62,7 @@ func take() state {
 		r.Close()
 		w.Close()
 	}
-	return state{list("/dev/shm"), list(os.TempDir()), descriptors()}
+	return state{descriptors()}
 }
 
 func list(folder string) []string {
@@ -75,16 +86,12 @@ func descriptors() []string {
 func (s state) left() []string {
 	var out []string
 	for _, path := range list("/dev/shm") {
-		if !slices.Contains(s.shared, path) {
+		// Nothing else of ours has a name there.
+		if strings.HasPrefix(path, own) || strings.HasPrefix(path, "/dev/shm/nereid") && !strings.HasPrefix(path, "/dev/shm/nereid-client-") {
 			out = append(out, path)
 		}
 	}
-	for _, path := range list(os.TempDir()) {
-		// Only what this project makes: other programs use the folder too.
-		if base := filepath.Base(path); !slices.Contains(s.temporary, path) && (strings.HasPrefix(base, "plugin") || strings.HasPrefix(base, "nereid")) {
-			out = append(out, path)
-		}
-	}
+	out = append(out, list(os.TempDir())...)
 	if n := shm.Open(); n > 0 {
 		out = append(out, fmt.Sprintf("%d mappings", n))
 	}

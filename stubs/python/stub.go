@@ -162,9 +162,11 @@ func (s *stub) receive() {
 			close(done)
 			delete(s.exited, index)
 		}
-		if s.serving {
+		switch {
+		case status == 0: // it was told to finalize; Unload may be on its way still
+		case s.serving:
 			s.host.InstanceExited(index, status)
-		} else { // while it loads, the report pipe says more
+		default: // while it loads, the report pipe says more
 			s.early[index] = status
 		}
 		s.mu.Unlock()

@@ -55,8 +55,7 @@ func (e *Endpoint) Stop(ctx context.Context) {
 	select {
 	case <-done:
 	case <-ctx.Done():
-		e.server.Stop()
-		<-done
+		e.server.Stop() // handlers that go on answer nobody; GracefulStop returns after them
 	}
 }
 
