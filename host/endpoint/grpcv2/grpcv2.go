@@ -32,7 +32,7 @@ func New(s *endpoint.Server) *Endpoint {
 		grpc.ReadBufferSize(128<<10), grpc.WriteBufferSize(128<<10),
 		// Windows that fit a large tensor: the default of 64 KiB costs a round trip for each.
 		grpc.InitialWindowSize(8<<20), grpc.InitialConnWindowSize(16<<20),
-		grpc.NumStreamWorkers(8),
+		grpc.NumStreamWorkers(32),
 		grpc.UnaryInterceptor(recovered),
 	)
 	e := &service{server: s}

@@ -170,20 +170,21 @@ class Tensor:
 class InferenceRequest:
     """One inference to answer."""
 
-    __slots__ = (
-        "_id", "_inputs", "_wanted", "_placements", "_request_id", "_parameters", "_correlation",
-        "_flags", "_timeout", "_priority", "_model", "_leases", "_fault",
-    )  # fmt: skip
+    # _head and _texts are the request's frame: its fixed fields, and the texts behind the
+    # tensors; most models never ask for them.
+    __slots__ = ("_id", "_head", "_texts", "_inputs", "_wanted", "_placements", "_sequence", "_model", "_leases", "_fault")
 
     def inputs(self):
         return self._inputs
 
     def request_id(self):
-        return self._request_id
+        return self._texts[: self._head[10]].decode("utf-8", "replace")
 
     def correlation_id(self):
         """An integer, or a string where the client gave one."""
-        return self._correlation
+        if self._head[12]:
+            return self._texts[self._head[10] + self._head[11] :].decode("utf-8", "replace")
+        return self._head[5]
 
     def requested_output_names(self):
         return list(self._wanted)
@@ -196,21 +197,22 @@ class InferenceRequest:
 
     def flags(self):
         """TRITONSERVER_REQUEST_FLAG_SEQUENCE_START and _END."""
-        return self._flags
+        return self._head[8] if self._sequence is None else self._sequence
 
     def set_flags(self, flags):
-        self._flags = flags
+        self._sequence = flags
 
     def timeout(self):
         """In microseconds; 0 for none."""
-        return self._timeout
+        return self._head[6]
 
     def priority(self):
-        return self._priority
+        return self._head[7]
 
     def parameters(self):
         """The request's parameters as a JSON object."""
-        return self._parameters or "{}"
+        start, n = self._head[10], self._head[11]
+        return self._texts[start : start + n].decode("utf-8", "replace") if n else "{}"
 
     def is_cancelled(self):
         return self._model.cancelled(self._id)

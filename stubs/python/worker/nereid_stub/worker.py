@@ -19,7 +19,8 @@ from .arena import Arena, Full
 
 _now = time.monotonic_ns
 refcount = sys.getrefcount
-_EMPTY = memoryview(b"")
+_NOTHING = memoryview(b""), 0, 0
+_NOWHERE = {}
 
 
 class Model:
@@ -136,8 +137,9 @@ class Worker:
     def __init__(self, model, sock):
         self.model = model
         self.sock = sock
-        self.out = []
         self.batch = []
+        self.wishes = {}  # placements of a frame -> what they say
+        self.faults = False  # a request of the batch has a bad input
         self.fds = array.array("i")
 
     def run(self):
@@ -195,21 +197,19 @@ class Worker:
 
     def request(self, buf, at):
         model = self.model
-        (
-            _, _, flags, count, request_id, correlation, timeout, priority, sequence, outputs,
-            id_size, parameters_size, text_size,
-        ) = wire.REQUEST_HEAD.unpack_from(buf, at)  # fmt: skip
+        head = wire.REQUEST_HEAD.unpack_from(buf, at)
+        count, outputs, end = head[3], head[9], at + head[0]
         at += 56
         r = pb.InferenceRequest.__new__(pb.InferenceRequest)
-        r._fault = None
-        inputs = []
+        r._fault = r._sequence = None
+        r._head, r._id, r._model, r._leases = head, head[4], model, []
+        r._inputs = inputs = []
         tensor, dims, segments, names, of = wire.TENSOR.unpack_from, wire.DIMS, model.segments, model.input_names, pb.Tensor._of
         for _ in range(count):
             index, datatype, rank, number, offset, n = tensor(buf, at)
             shape = dims[rank].unpack_from(buf, at + 24)
             at += 24 + 8 * rank
-            source = (segments[number], offset, n) if n else (_EMPTY, 0, 0)
-            t = of(names[index], datatype, shape, None, source)
+            t = of(names[index], datatype, shape, None, (segments[number], offset, n) if n else _NOTHING)
             inputs.append(t)
             if datatype == pb._BYTES and number in model.regions:
                 # The host has looked at strings that came in the request, and at no region.
@@ -217,39 +217,38 @@ class Worker:
                     t.as_numpy()
                 except (pb.TritonModelException, ValueError) as error:
                     r._fault = "inference input '%s': %s" % (t._name, error)
-        placements = {}
-        if flags & wire.ALL_OUTPUTS:
-            wanted = model.output_index
+                    self.faults = True
+        if head[2] & wire.ALL_OUTPUTS:
+            r._wanted, r._placements = model.output_index, _NOWHERE
         else:
-            wanted = {}
-            for _ in range(outputs):
-                index, placed, _, number, offset, n = tensor(buf, at)
-                at += 24
-                wanted[model.output_names[index]] = index
-                if placed:
-                    placements[index] = (number, offset, n)
-        r._id, r._inputs, r._wanted, r._placements = request_id, inputs, wanted, placements
-        r._correlation, r._flags, r._timeout, r._priority = correlation, sequence, timeout, priority
-        r._request_id = r._parameters = ""
-        if id_size:
-            r._request_id = buf[at : at + id_size].decode("utf-8", "replace")
-            at += id_size
-        if parameters_size:
-            r._parameters = buf[at : at + parameters_size].decode("utf-8", "replace")
-            at += parameters_size
-        if text_size:
-            r._correlation = buf[at : at + text_size].decode("utf-8", "replace")
-        r._model, r._leases = model, []
+            text = bytes(buf[at : at + 24 * outputs])
+            found = self.wishes.get(text)
+            if found is None:
+                found = self.wish(text)
+            r._wanted, r._placements = found
+            at += 24 * outputs
+        r._texts = buf[at:end] if end > at else b""
         return r
+
+    def wish(self, text):
+        """(wanted, placements) of the placements in a frame. Clients repeat themselves, so
+        those without a place are kept."""
+        wanted, placements = {}, {}
+        for index, placed, _, number, offset, n in wire.TENSOR.iter_unpack(text):
+            wanted[self.model.output_names[index]] = index
+            if placed:
+                placements[index] = (number, offset, n)
+        found = wanted, placements
+        if not placements and len(self.wishes) < 1024:
+            self.wishes[text] = found
+        return found
 
     def execute(self, batch):
         begin = _now()
-        for r in [r for r in batch if r._fault is not None]:
-            batch.remove(r)
-            message = r._fault.encode("utf-8", "replace")
-            self.sock.sendall(wire.response(r._id, wire.FINAL | wire.ERROR, begin, _now(), pb.TritonError.INVALID_ARG, message, (), ()))
-        if not batch:
-            return
+        if self.faults:
+            batch = self.refuse(batch, begin)
+            if not batch:
+                return
         try:
             responses = self.model.instance.execute(batch)
             if responses is None or len(responses) != len(batch):
@@ -276,6 +275,17 @@ class Worker:
         if self.model.arena.fresh:
             self.announce()
         self.sock.sendall(frames[0] if len(frames) == 1 else b"".join(frames))
+
+    def refuse(self, batch, begin):
+        """Answers the requests with bad inputs; the others are left."""
+        self.faults = False
+        for r in batch:
+            if r._fault is not None:
+                message = r._fault.encode("utf-8", "replace")
+                self.sock.sendall(
+                    wire.response(r._id, wire.FINAL | wire.ERROR, begin, _now(), pb.TritonError.INVALID_ARG, message, (), ())
+                )
+        return [r for r in batch if r._fault is None]
 
     def describe(self, error):
         lines = traceback.extract_tb(error.__traceback__)
