@@ -1,5 +1,6 @@
 """A real server for the tests: bin/nereid, with this interpreter as its python3."""
 
+import ctypes
 import os
 import re
 import signal
@@ -25,6 +26,7 @@ class Server:
         self.process = subprocess.Popen(
             [*command, "--http-address=127.0.0.1", "--grpc-address=127.0.0.1", "--metrics-address=127.0.0.1", *flags],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env,
+            preexec_fn=orphan_guard,
         )  # fmt: skip
         self.output = ""
         self._ready = threading.Event()
@@ -50,6 +52,11 @@ class Server:
         code = self.process.wait(30)
         self._reader.join(10)
         return code
+
+
+def orphan_guard():
+    """In the server's process: it ends with these tests, however they end."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
 
 
 @pytest.fixture(scope="session")

@@ -95,6 +95,26 @@ def descendants(pid):
     return out
 
 
+BUSY = """import os, time
+open(os.path.dirname(__file__) + "/loading", "w").close()
+time.sleep(1000)
+"""
+
+
+def test_killed_while_a_model_loads(start, tmp_path):
+    """An interpreter that is busy, and does not look at its channel, ends too."""
+    model = tmp_path / "busy" / "1"
+    model.mkdir(parents=True)
+    (tmp_path / "busy" / "config.pbtxt").write_text('backend: "python"')
+    (model / "model.py").write_text(BUSY)
+    s = start(f"--model-repository={tmp_path}")
+    eventually((model / "loading").exists, "the model loads")
+    family = descendants(s.process.pid)
+    assert len(family) == 3  # stub, fork server, interpreter
+    s.stop(signal.SIGKILL)
+    eventually(lambda: not any(Path(f"/proc/{p}").exists() for p in family), "every process is gone")
+
+
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left(start, sig):
     """Also after kill -9: no process, nothing in /dev/shm or the temporary folder."""

@@ -4,6 +4,7 @@
 package protojson
 
 import (
+	"bytes"
 	"encoding/base64"
 	"encoding/json"
 	"math"
@@ -95,8 +96,16 @@ func appendValue(dst []byte, f protoreflect.FieldDescriptor, v protoreflect.Valu
 	}
 }
 
-// AppendText appends s as a JSON string.
+// AppendText appends s as a JSON string. Bytes that are no UTF-8 are replaced.
 func AppendText(dst []byte, s string) []byte {
-	b, _ := json.Marshal(s) // a string always has a JSON form
-	return append(dst, b...)
+	for i := range len(s) {
+		if c := s[i]; c < ' ' || c == '"' || c == '\\' || c >= 0x7f {
+			var b bytes.Buffer
+			encoder := json.NewEncoder(&b)
+			encoder.SetEscapeHTML(false)
+			_ = encoder.Encode(s) // a string always has a JSON form
+			return append(dst, bytes.TrimSuffix(b.Bytes(), []byte{'\n'})...)
+		}
+	}
+	return append(append(append(dst, '"'), s...), '"')
 }

@@ -19,6 +19,7 @@ import sys
 import traceback
 
 CONTROL_FD = 3
+PR_SET_PDEATHSIG = 1
 
 try:
     import numpy  # noqa: F401  (the point of this process)
@@ -54,6 +55,7 @@ class Stub:
 
 class ForkServer:
     def __init__(self):
+        self.pid = os.getpid()
         self.selector = selectors.DefaultSelector()
         self.control = socket.socket(fileno=CONTROL_FD)
         self.selector.register(self.control, selectors.EVENT_READ, self.accept)
@@ -68,7 +70,7 @@ class ForkServer:
     def accept(self):
         data, fds, _, _ = socket.recv_fds(self.control, 1, 1)
         if not data:
-            os._exit(0)  # stubs' connections end with us, and interpreters' data channels
+            os._exit(0)  # the kernel ends the interpreters: see become_interpreter
         for fd in fds:
             stub = Stub(socket.socket(fileno=fd))
             self.selector.register(stub.sock, selectors.EVENT_READ, lambda stub=stub: self.serve(stub))
@@ -115,6 +117,11 @@ class ForkServer:
 
     def become_interpreter(self, *fds):
         """In the child: what to run once this server's stack is gone."""
+        # However this server ends, so do its interpreters, also one that is busy and does not
+        # look at its channel. (The signal follows the thread that forked: here, the only one.)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != self.pid:
+            os._exit(1)
         kept = [os.dup(fd) for fd in fds]
         for key in list(self.selector.get_map().values()):
             if isinstance(key.fileobj, int):
