@@ -308,6 +308,32 @@ func TestKilledGoStub(t *testing.T) {
 	}
 }
 
+// TestKilledForkServer: its interpreters end with it, and come back with a new one.
+func TestKilledForkServer(t *testing.T) {
+	s := testenv.Start(t, testenv.Options(t, both(t).Path))
+	echo(t, s, "python", 3)
+	killed := 0
+	for _, pid := range testenv.Processes("nereid python fork server") {
+		// Tests of other packages run beside, with fork servers of their own.
+		stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+		_, rest, _ := strings.Cut(string(stat), ") ")
+		if fields := strings.Fields(rest); err == nil && len(fields) > 1 && fields[1] == fmt.Sprint(os.Getpid()) {
+			if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
+				t.Fatal(err)
+			}
+			killed++
+		}
+	}
+	if killed != 1 {
+		t.Fatalf("%d fork servers", killed)
+	}
+	echo(t, s, "go", 3)
+	testenv.Eventually(t, "the Python model is served again", func() bool {
+		_, err := s.Client.Infer(within(t), request("python", floats(3)))
+		return err == nil
+	})
+}
+
 // TestMisbehavingStubs: whatever a stub says, the request gets a clear error, the server and
 // its other models go on, and the model is served again.
 func TestMisbehavingStubs(t *testing.T) {
