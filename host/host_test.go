@@ -752,3 +752,28 @@ func TestRequestOverTheLimit(t *testing.T) {
 	}
 	echo(t, s, "go", 10)
 }
+
+// TestBigFramesBothWays: requests and answers that fill the socket in both directions at once
+// do not block each other.
+func TestBigFramesBothWays(t *testing.T) {
+	repo := testenv.NewRepository(t)
+	repo.AddPython("loud", vector, `class TritonPythonModel:
+    def execute(self, requests):
+        raise ValueError("x" * 1000000)
+`)
+	s := testenv.Start(t, testenv.Options(t, repo.Path))
+	var wg sync.WaitGroup
+	for range 16 {
+		wg.Go(func() {
+			for range 10 {
+				r := request("loud", floats(2))
+				r.Parameters = map[string]any{"p": strings.Repeat("y", 900_000)}
+				_, err := s.Client.Infer(within(t), r)
+				if status.Code(err) != codes.Internal || !strings.Contains(client.Message(err), "xxxx") {
+					t.Errorf("%.200v", err)
+				}
+			}
+		})
+	}
+	wg.Wait()
+}

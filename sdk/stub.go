@@ -385,6 +385,9 @@ func (in *instance) answer(out []byte, r *Request, begin, end int64) []byte {
 			response.Flags |= wire.FlagFailed
 		}
 		response.Code, response.Message = uint8(errcode.Of(r.err)), r.err.Error()
+		if len(response.Message) > wire.MaxMessageByteSize {
+			response.Message = response.Message[:wire.MaxMessageByteSize]
+		}
 		return wire.AppendResponse(out, &response)
 	}
 	for i := range r.leases {

@@ -2,8 +2,9 @@
 // data channels, and the requests they have.
 //
 // Threads: Execute and Cancel may be called from any goroutine; each instance has one
-// goroutine that reads answers. Lock order: an instance's lock is never held while the
-// scheduler or a request is called.
+// goroutine that reads answers. Lock order: sending before mu; neither is held while the
+// scheduler or a request is called. mu is never held while a frame is sent: a stub that does
+// not read its channel until we have read its answers must find a reader.
 package backend
 
 import (
@@ -11,6 +12,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"sync"
 	"time"
 
@@ -54,15 +56,19 @@ type Instance struct {
 	events  Events
 	memory  *outputMemory
 
-	mu        sync.Mutex
+	// sending is held from the moment a request is appended to pending until its frame is
+	// sent: frames leave in the order of pending, on which the crash rules rest.
+	sending   sync.Mutex
 	next      uint64
-	pending   []*infer.Request // in the order they were sent
-	releases  []wire.Place
 	announced map[uint32]bool
-	kept      map[uint64]func() // by request: gives its input memory back
 	buf       []byte
-	closed    bool
-	lastDone  time.Time
+
+	mu       sync.Mutex
+	pending  []*infer.Request // in the order they were sent
+	releases []wire.Place
+	kept     map[uint64]func() // by request: gives its input memory back
+	closed   bool
+	lastDone time.Time
 }
 
 // NewInstance takes our end of a data channel and begins to read from it.
@@ -82,35 +88,42 @@ func NewInstance(name string, file *os.File, outputs []OutputSpec, events Events
 // Execute sends a request. Whatever happens to the instance, the request is heard of again:
 // through Events, or by its response.
 func (i *Instance) Execute(r *infer.Request) {
-	i.mu.Lock()
-	if i.closed {
-		i.mu.Unlock()
-		i.events.Ended(i, []*infer.Request{r}, nil, io.EOF)
-		return
-	}
+	i.sending.Lock()
 	i.next++
 	r.Frame.ID = i.next
 	r.Sent = time.Now()
-	i.pending = append(i.pending, r)
-	err := i.announce(r)
-	i.buf = i.buf[:0]
-	if len(i.releases) > 0 {
-		i.buf = wire.AppendRelease(i.buf, i.releases)
-		i.releases = i.releases[:0]
+	i.mu.Lock()
+	if i.closed {
+		i.mu.Unlock()
+		i.sending.Unlock()
+		i.events.Ended(i, []*infer.Request{r}, nil, io.EOF)
+		return
 	}
-	i.buf = wire.AppendRequest(i.buf, &r.Frame)
-	// Sent under the lock: frames leave in the order of pending, on which the crash rules
-	// rest. The socket holds far more than the few requests an instance is given ahead.
+	i.pending = append(i.pending, r)
+	i.buf = i.takeReleases(i.buf[:0])
+	i.mu.Unlock()
+	err := i.announce(r)
 	if err == nil {
+		i.buf = wire.AppendRequest(i.buf, &r.Frame)
 		err = i.conn.Send(i.buf)
 	}
-	i.mu.Unlock()
+	i.sending.Unlock()
 	if err != nil {
 		i.conn.Close() // the reader tells the rest
 	}
 }
 
-// announce sends the descriptors of segments that the stub sees for the first time.
+// takeReleases appends the frame of the releases that wait. The caller holds mu.
+func (i *Instance) takeReleases(dst []byte) []byte {
+	if len(i.releases) > 0 {
+		dst = wire.AppendRelease(dst, i.releases)
+		i.releases = i.releases[:0]
+	}
+	return dst
+}
+
+// announce sends the descriptors of segments that the stub sees for the first time. The
+// caller holds sending.
 func (i *Instance) announce(r *infer.Request) error {
 	if l := r.Lease(); !l.Zero() && !i.announced[l.Segment()] {
 		m := l.Mapping()
@@ -135,20 +148,21 @@ func (i *Instance) announce(r *infer.Request) error {
 
 // Cancel tells the stub that nobody waits for r any more.
 func (i *Instance) Cancel(r *infer.Request) {
+	i.sending.Lock()
+	defer i.sending.Unlock()
 	i.mu.Lock()
-	defer i.mu.Unlock()
-	for _, p := range i.pending {
-		if p == r {
-			_ = i.conn.Send(wire.AppendMark(nil, wire.KindCancel, r.Frame.ID))
-		}
+	has := slices.Contains(i.pending, r)
+	i.mu.Unlock()
+	if has {
+		_ = i.conn.Send(wire.AppendMark(nil, wire.KindCancel, r.Frame.ID))
 	}
 }
 
 // Forget tells the stub that a region ended.
 func (i *Instance) Forget(number uint32) {
-	i.mu.Lock()
-	defer i.mu.Unlock()
-	if i.announced[number] && !i.closed {
+	i.sending.Lock()
+	defer i.sending.Unlock()
+	if i.announced[number] {
 		delete(i.announced, number)
 		_ = i.conn.Send(wire.AppendMark(nil, wire.KindDrop, uint64(number)))
 	}
@@ -406,18 +420,25 @@ func (i *Instance) give(outputs []wire.Tensor) {
 }
 
 // release lets the stub use output memory again. The message waits for the next request to
-// take it along, as waking the stub costs more than the memory is worth; large leases and
-// many small ones are sent at once.
+// take it along, as waking the stub costs more than the memory is worth; many are sent at
+// once, unless somebody is sending: that one, or the next, takes them.
 func (i *Instance) release(places []wire.Place) {
 	i.mu.Lock()
-	defer i.mu.Unlock()
 	if i.closed {
+		i.mu.Unlock()
 		return
 	}
 	i.releases = append(i.releases, places...)
-	if len(i.releases) >= maxHeldReleases {
-		_ = i.conn.Send(wire.AppendRelease(nil, i.releases))
-		i.releases = i.releases[:0]
+	many := len(i.releases) >= maxHeldReleases
+	i.mu.Unlock()
+	if many && i.sending.TryLock() {
+		i.mu.Lock()
+		frame := i.takeReleases(nil)
+		i.mu.Unlock()
+		if frame != nil {
+			_ = i.conn.Send(frame)
+		}
+		i.sending.Unlock()
 	}
 }
 

@@ -55,6 +55,9 @@ const (
 	HeaderByteSize = 16
 	// MaxFrameByteSize bounds a frame; the reader refuses a longer one.
 	MaxFrameByteSize = 16 << 20
+	// MaxMessageByteSize bounds an error's message: a stub cuts a longer one, so that its
+	// answers to the few requests it has fit the socket while nobody reads.
+	MaxMessageByteSize = 32 << 10
 	// FirstOutputSegment is the lowest number of a stub's own segment; lower ones are the host's.
 	FirstOutputSegment = 1 << 31
 

@@ -8,6 +8,7 @@ MORE, ALL_OUTPUTS = 1, 2
 FINAL, ERROR, FAILED, KEEPS_INPUTS = 1, 2, 4, 8
 ACCESS_INPUT, ACCESS_REGION, ACCESS_OUTPUT = 0, 1, 2
 FIRST_OUTPUT_SEGMENT = 1 << 31
+MAX_MESSAGE = 32 << 10
 
 HEADER = struct.Struct("<IBBHQ")
 REQUEST_HEAD = struct.Struct("<IBBHQQQIIHHIH6x")
@@ -29,6 +30,7 @@ def response(request_id, flags, begin, end, code, message, ranks, fields):
         layout = struct.Struct(form)
         if len(_RESPONSES) < 1024:
             _RESPONSES[ranks] = layout
+    message = message[:MAX_MESSAGE]
     size = layout.size + len(message)
     return (
         layout.pack(size, RESPONSE, flags, len(ranks), request_id, begin, end, code, len(message), *fields)
