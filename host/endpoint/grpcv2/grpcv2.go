@@ -6,7 +6,6 @@ import (
 	"math"
 	"net"
 	"runtime/debug"
-	"sync/atomic"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -16,7 +15,6 @@ import (
 
 	"github.com/nereid-serve/nereid/errcode"
 	"github.com/nereid-serve/nereid/host/endpoint"
-	"github.com/nereid-serve/nereid/host/infer"
 	inferencepb "github.com/nereid-serve/nereid/proto/inference"
 )
 
@@ -117,20 +115,6 @@ func (s *service) infer(ctx context.Context, message any) (any, error) {
 		return nil, failed(err)
 	}
 	return &inferResponse{model: v.Name, version: v.Number, id: in.request.ID, response: response, copied: &v.Stats.CopiedOut}, nil
-}
-
-// giveBack is the buffer pool of borrowed outputs: the last one put back closes the response.
-type giveBack struct {
-	left     atomic.Int32
-	response *infer.Response
-}
-
-func (g *giveBack) Get(n int) *[]byte { b := make([]byte, n); return &b }
-
-func (g *giveBack) Put(*[]byte) {
-	if g.left.Add(-1) == 0 {
-		g.response.Close()
-	}
 }
 
 func (s *service) ServerLive(context.Context, *inferencepb.ServerLiveRequest) (*inferencepb.ServerLiveResponse, error) {
