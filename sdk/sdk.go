@@ -66,16 +66,11 @@ type ModelInfo struct {
 
 // Config is the part of the model configuration that most backends need. JSON has all of it.
 type Config struct {
-	MaxBatchSize int64              `json:"max_batch_size"`
-	Inputs       []TensorConfig     `json:"input"`
-	Outputs      []TensorConfig     `json:"output"`
-	Parameters   map[string]string  `json:"-"`
-	JSON         json.RawMessage    `json:"-"`
-	RawParams    map[string]rawText `json:"parameters"`
-}
-
-type rawText struct {
-	StringValue string `json:"string_value"`
+	MaxBatchSize int64             `json:"max_batch_size"`
+	Inputs       []TensorConfig    `json:"input"`
+	Outputs      []TensorConfig    `json:"output"`
+	Parameters   map[string]string `json:"-"`
+	JSON         json.RawMessage   `json:"-"`
 }
 
 // TensorConfig describes one input or output of a model.
@@ -91,10 +86,17 @@ func parseConfig(text string) (Config, error) {
 	if err := json.Unmarshal([]byte(text), &c); err != nil {
 		return c, fmt.Errorf("model configuration: %w", err)
 	}
-	for key, value := range c.RawParams {
-		c.Parameters[key] = value.StringValue
+	var wrapped struct {
+		Parameters map[string]struct {
+			Text string `json:"string_value"`
+		} `json:"parameters"`
 	}
-	c.RawParams = nil
+	if err := json.Unmarshal([]byte(text), &wrapped); err != nil {
+		return c, fmt.Errorf("model configuration: %w", err)
+	}
+	for key, value := range wrapped.Parameters {
+		c.Parameters[key] = value.Text
+	}
 	return c, nil
 }
 

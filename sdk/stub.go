@@ -10,8 +10,6 @@ import (
 	"runtime/debug"
 	"sync"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/nereid-serve/nereid/errcode"
 	"github.com/nereid-serve/nereid/internal/arena"
 	"github.com/nereid-serve/nereid/internal/channel"
@@ -287,7 +285,7 @@ func (in *instance) execute() {
 	defer in.conn.Close()
 	var out []byte
 	for e := range in.executions {
-		begin := now()
+		begin := wire.Now()
 		runnable := make([]*Request, 0, len(e.requests))
 		for _, r := range e.requests {
 			if err := in.guarded(r.views); err != nil {
@@ -305,7 +303,7 @@ func (in *instance) execute() {
 			}
 		}
 		e.cancel()
-		end := now()
+		end := wire.Now()
 		out = out[:0]
 		for _, r := range e.requests {
 			out = in.answer(out, r, begin, end)
@@ -406,11 +404,4 @@ func (in *instance) answer(out []byte, r *Request, begin, end int64) []byte {
 		})
 	}
 	return wire.AppendResponse(out, &response)
-}
-
-// now is the clock that host and stub have in common.
-func now() int64 {
-	var ts unix.Timespec
-	_ = unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts)
-	return ts.Nano()
 }

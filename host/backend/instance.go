@@ -16,8 +16,6 @@ import (
 	"sync"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/nereid-serve/nereid/errcode"
 	"github.com/nereid-serve/nereid/host/infer"
 	"github.com/nereid-serve/nereid/host/stats"
@@ -313,19 +311,12 @@ func spans(r *infer.Request, w *wire.Response, previous, received time.Time) (st
 	}
 	window := received.Sub(began)
 	infer := min(max(time.Duration(w.End-w.Begin), 0), window)
-	ago := time.Duration(monotonicNow() - w.End) // since the execution ended
+	ago := time.Duration(wire.Now() - w.End) // since the execution ended
 	output := min(max(ago, 0), window-infer)
 	return stats.Spans{
 		Queue: max(began.Sub(r.Queued), 1), ComputeInput: max(window-infer-output, 1),
 		ComputeInfer: max(infer, 1), ComputeOutput: max(output, 1),
 	}, infer
-}
-
-// monotonicNow is the clock of a response's two moments.
-func monotonicNow() int64 {
-	var ts unix.Timespec
-	_ = unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts)
-	return ts.Nano()
 }
 
 // collect makes the outputs of a response. What the stub says is checked here, once, against

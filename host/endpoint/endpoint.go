@@ -100,26 +100,7 @@ func (s *Server) Infer(name, version string, r *infer.Request, fill Fill) (*mode
 }
 
 func run(v *model.Version, r *infer.Request, fill Fill) (*infer.Response, error) {
-	byteSize, err := v.Prepare(r)
-	if err == nil {
-		var data []byte
-		if data, err = v.LeaseInputs(r, byteSize); err == nil {
-			base := r.Lease()
-			err = fill(func(i int) []byte {
-				t := &r.Frame.Inputs[i]
-				if t.ByteSize == 0 {
-					return nil
-				}
-				offset := t.Offset - base.Offset()
-				return data[offset : offset+t.ByteSize]
-			})
-			if err == nil {
-				v.Stats.CopiedIn.Add(inlineBytes(r))
-				err = v.CheckInline(r, data)
-			}
-		}
-	}
-	if err != nil {
+	if err := place(v, r, fill); err != nil {
 		r.Close()
 		return nil, err
 	}
@@ -131,6 +112,32 @@ func run(v *model.Version, r *infer.Request, fill Fill) (*infer.Response, error)
 		return nil, err
 	}
 	return response, nil
+}
+
+// place checks the request and puts its inline inputs where the stub reads them.
+func place(v *model.Version, r *infer.Request, fill Fill) error {
+	byteSize, err := v.Prepare(r)
+	if err != nil {
+		return err
+	}
+	data, err := v.LeaseInputs(r, byteSize)
+	if err != nil {
+		return err
+	}
+	base := r.Lease()
+	err = fill(func(i int) []byte {
+		t := &r.Frame.Inputs[i]
+		if t.ByteSize == 0 {
+			return nil
+		}
+		offset := t.Offset - base.Offset()
+		return data[offset : offset+t.ByteSize]
+	})
+	if err != nil {
+		return err
+	}
+	v.Stats.CopiedIn.Add(inlineBytes(r))
+	return v.CheckInline(r, data)
 }
 
 func inlineBytes(r *infer.Request) (n uint64) {

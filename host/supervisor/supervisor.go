@@ -58,7 +58,6 @@ type Spec struct {
 
 // Stub is a running stub process.
 type Stub struct {
-	PID     int
 	Control backendpb.BackendClient
 
 	client  *plugin.Client
@@ -155,7 +154,6 @@ func Start(ctx context.Context, spec Spec) (*Stub, error) {
 		return nil, err
 	}
 	s.Control = raw.(backendpb.BackendClient)
-	s.PID = s.process.cmd.Process.Pid
 	go s.receive()
 	return s, nil
 }

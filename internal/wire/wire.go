@@ -12,6 +12,8 @@ import (
 	"errors"
 	"fmt"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/nereid-serve/nereid/tensor"
 )
 
@@ -299,6 +301,13 @@ type Response struct {
 	Outputs []Tensor
 
 	dims []int64
+}
+
+// Now is the clock of Begin and End, which all processes of a machine have in common.
+func Now() int64 {
+	var ts unix.Timespec
+	_ = unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts)
+	return ts.Nano()
 }
 
 // AppendResponse appends the frame of r to dst.

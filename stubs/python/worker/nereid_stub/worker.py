@@ -40,12 +40,11 @@ class Model:
         self.regions = {}  # number -> writable buffer of a client's region
         self.lent = {}  # (number, offset) -> lease that the host reads
         self.cancels = set()
-        self.instance = self._initialize(args)
+        self.instance = self._initialize(args, config)
 
-    def _initialize(self, args):
+    def _initialize(self, args, config):
         sys.path.append(args["version_directory"])
         sys.path.append(args["model_directory"])
-        config = json.loads(args["model_config"])
         file = config.get("default_model_filename") or "model.py"
         if not os.path.exists(os.path.join(args["version_directory"], file)):
             raise FileNotFoundError("no %s in %s" % (file, args["version_directory"]))
