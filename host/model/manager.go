@@ -193,12 +193,13 @@ func (m *Manager) fail(e *entry, name modelconfig.ModelName, err error) error {
 	return errcode.Errorf(errcode.Internal, "load failed for model '%s': %w", name, err)
 }
 
-// retire ends versions in the background.
+// retire takes no more requests for versions, and ends them in the background.
 func (m *Manager) retire(versions []*Version) {
 	for _, v := range versions {
-		if state, _ := v.State(); state != Ready && state != Unavailable || v.stubless() {
+		if v.stubless() {
 			continue
 		}
+		v.setState(Unloading, "", false)
 		m.ending.Go(func() {
 			ctx, cancel := context.WithTimeout(context.Background(), m.options.DrainTimeout)
 			defer cancel()
@@ -232,21 +233,7 @@ func (m *Manager) Unload(name modelconfig.ModelName) error {
 	versions := e.versions
 	e.unloaded = true
 	m.mu.Unlock()
-	for _, v := range versions {
-		if !v.stubless() {
-			v.setState(Unloading, "", false)
-		}
-	}
-	m.ending.Go(func() {
-		for _, v := range versions {
-			if v.stubless() {
-				continue
-			}
-			ctx, cancel := context.WithTimeout(context.Background(), m.options.DrainTimeout)
-			v.unload(ctx)
-			cancel()
-		}
-	})
+	m.retire(versions)
 	return nil
 }
 
@@ -283,17 +270,18 @@ func (m *Manager) Close(ctx context.Context) {
 // Errors: NotFound; InvalidArg for a version that is no number; Unavailable.
 func (m *Manager) Lookup(name, version string) (*Version, error) {
 	v, err := m.Find(name, version)
-	if err != nil {
-		return nil, err
-	}
-	if !v.acquire() {
-		state, reason := v.State()
-		if reason == "" {
-			reason = string(state)
+	for err == nil && !v.acquire() {
+		// A swap may have come between: then another version is found now.
+		refused := v
+		if v, err = m.Find(name, version); v == refused {
+			state, reason := v.State()
+			if reason == "" {
+				reason = string(state)
+			}
+			return nil, errcode.Errorf(errcode.Unavailable, "Request for unknown model: '%s' version %d is not at ready state: %s", name, v.Number, reason)
 		}
-		return nil, errcode.Errorf(errcode.Unavailable, "Request for unknown model: '%s' version %d is not at ready state: %s", name, v.Number, reason)
 	}
-	return v, nil
+	return v, err
 }
 
 // Find is Lookup for readers: it counts nothing, and finds only what is live.
